@@ -312,7 +312,7 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def pieces_of_run(cfg: config.Config) -> list[Piece]:
-    """The pieces of the whole model, in pipeline order. The costs reflect the run's adapters and frozen weights."""
+    """The pieces of the whole model, in pipeline order; their costs reflect the run's adapters and frozen weights."""
     with torch.device("meta"):
         whole = build(cfg)
     return of(cfg.model).pieces(whole)

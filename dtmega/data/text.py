@@ -273,7 +273,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def repetition_notes(cfg: Config, text: Text) -> list[str]:
-    """A list with one line for the user if any split has fewer samples than an evaluation reads; [] otherwise."""
+    """A list of one line for the user if any split has fewer samples than an evaluation reads; otherwise []."""
     n_read = cfg.eval.steps * cfg.batch.global_batch_size
     short = []
     for name in (*text.evaluated, "test"):

@@ -35,7 +35,7 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.rendezvous import Rank0GaveUp
 from dtmega.files import console
 
-# Seconds to wait for the other ranks' reports, which may never come, once a rank has failed.
+# After a rank has failed, seconds to wait for the other ranks' reports, which may never come.
 PATIENCE_S = 10.0
 LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(Exception):
-    """Raised on a rank that waits inside a step, if another rank has failed in that step."""
+    """Raised on a rank that waits inside a step when another rank has failed in that step."""
 
 
 class Refused(Exception):
@@ -91,7 +91,7 @@ class Failure(NamedTuple):
 def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int]:
     """The reason and the exit code for an error that a rank raised in a step.
 
-    The message of an OSError, such as "No space left on device", does not say what the program was doing. The reason
+    The message of an OSError, such as "No space left on device", does not show what the program was doing. The reason
     for an OSError therefore begins with the name of the step.
     """
     if isinstance(error, OSError):
@@ -112,8 +112,8 @@ class Startup:
         rank, size: rank of this process and number of ranks, from the launcher.
         store: rendezvous store of the job; None before the end of the first step.
         timeout_s: longest time, in seconds, that a rank waits for other ranks without a heartbeat from any rank.
-        on_heartbeat: function that is called at each heartbeat of this rank, and whenever this rank, while waiting,
-            notices another rank's heartbeat.
+        on_heartbeat: function that is called at each heartbeat of this rank, and at each heartbeat of another rank
+            that this rank notices while it waits.
 
     Raises:
         Refused: the launcher set invalid environment variables. The reason has already been printed.
@@ -139,7 +139,7 @@ class Startup:
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:
-        """Run one part of startup. All ranks run this part, and wait for each other at the end.
+        """Run one part of startup. All ranks run this part and wait for each other at the end.
 
         Args:
             name: name of the step, used in messages such as "the ranks do not have the same configuration".
@@ -170,7 +170,7 @@ class Startup:
         step.received = verdict["sent"]
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, and send a heartbeat before each item. Loops that may exceed timeout_s need this method."""
+        """Yield the items and send a heartbeat before each item. Loops that may exceed timeout_s need this method."""
         for item in items:
             self.heartbeat()
             yield item
@@ -248,7 +248,7 @@ class Startup:
             store.set("complete", "")
 
     def _judge(self, store: Store, step: Step, name: str) -> dict[str, Any]:
-        """Read all reports, print the errors, and publish the verdict. Only rank 0 calls this method.
+        """Read all reports, print the errors and publish the verdict. Only rank 0 calls this method.
 
         Returns:
             The verdict, with three keys: `exit_code` (0 if startup continues), `reason`, and `sent` (rank 0's
@@ -299,14 +299,14 @@ class Startup:
         return json.loads(store.get("verdict"))
 
     def _refused(self, exit_code: int, reason: str, *, printed: bool = False) -> Refused:
-        """Build the exception to raise. Pass the reason to torchrun, and print it unless `printed` is True."""
+        """Build the exception to raise. Pass the reason to torchrun and print it unless `printed` is True."""
         if not printed:
             console.say(f"{self._program}: {reason}")
         process.tell_agent(reason)
         return Refused(exit_code, reason)
 
     def _absent(self, store: Store, absent: list[int], name: str) -> Refused:
-        """Build the exception for ranks that did not arrive. The first rank that gives up waiting prints the reason."""
+        """Build the exception for ranks that missed the end of the step. Only one waiting rank prints the reason."""
         reason = f"{console.name_ranks(absent)} did not come to the end of the step '{name}' in {self.timeout_s:g} s"
         self._print_once(store, reason, "")
         return self._refused(exit_codes.FAILED, reason, printed=True)

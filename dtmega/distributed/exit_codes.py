@@ -92,7 +92,7 @@ class ExitRecord(NamedTuple):
 
 
 class ExitStatus:
-    """Holds the exit code of this attempt to run and the reason for the exit, and writes `exit.json`.
+    """Holds the exit code of this attempt and the reason for the exit, and writes them to `exit.json`.
 
     `exit.json` exists only after an exit, because each attempt removes the file of the previous attempt. A run that is
     still running, or that was killed, has no `exit.json`.
@@ -112,14 +112,14 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the last step and the newest checkpoint of the run in `folder`, and make `write` write to `folder`.
+        """Read the last step and the newest checkpoint of the run in `folder`. Later calls of `write` use `folder`.
 
         If this attempt completes no step, the new `exit.json` holds the step and the checkpoint that this method read.
 
         Args:
             folder: the run directory.
-            newest: function that returns the step and the path of the run's newest checkpoint. It is called only if
-                there is no `exit.json`, for example after a kill.
+            newest: function that returns the step and the path of the run's newest checkpoint; called only if there is
+                no `exit.json`, for example after a kill.
         """
         before = ExitRecord.read(folder)
         self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)
@@ -151,7 +151,7 @@ class ExitStatus:
             self.write()
 
     def set(self, code: int, reason: str) -> int:
-        """Set the exit code and the reason, and pass the reason to torchrun. Returns the code."""
+        """Set the exit code and the reason. Passes the reason to torchrun. Returns the code."""
         self.code = code
         self.reason = reason
         if code != DONE:

@@ -30,8 +30,8 @@ from dtmega.files import atomic, console
 
 # Environment variables for the number of collectives that torch keeps; 0 turns the recorder off. Newer name first.
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-FOLDER = "flight-recorder"  # in the run directory
-ENTRIES = 2000  # 330 kB in a file, with stacks of 25 frames
+FOLDER = "flight-recorder"  # subfolder of the run directory
+ENTRIES = 2000  # number of collectives to keep; their record takes 330 kB with stacks of 25 frames
 PREFIX = "rank_"  # torchfrtrace takes the number after this prefix as the rank
 PATIENCE_S = 8.0
 
@@ -68,7 +68,7 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
 
 
 def _write(folder: Path, rank: int, written: list[str]) -> None:
-    """Write the record into `folder`, and append the file's path to `written`."""
+    """Write the record into `folder` and append the file's path to `written`."""
     path = folder / f"{PREFIX}{rank}"
     try:
         # Write the record without call stacks first. For the stacks, torch imports its compiler, which took 1 s when

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 from dtmega.distributed import exit_codes
 
-PATIENCE_S = 5.0  # time that an interrupted process has to exit
+PATIENCE_S = 5.0  # time allowed for an interrupted process to exit
 
 T = TypeVar("T")
 
 
 def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess], object] = lambda process: None) -> T:
-    """Call a function in a separate process, and return its result.
+    """Call a function in a separate process and return its result.
 
     Args:
         function: module-level function. The fork server imports the module of this function before the first call.
@@ -64,7 +64,7 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the `with` block, and block SIGINT permanently in processes that the block starts.
+    """Delay Ctrl-C until the end of the `with` block. Block SIGINT permanently in processes that the block starts.
 
     These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 starting
     the tracker would unblock SIGINT inside the block.
@@ -88,10 +88,10 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 
 def _send_result(to: Connection, function: Callable[..., object], *args: Any) -> None:
-    """Call a function, and send its result, or the error that it raised, through a pipe."""
+    """Call a function and send its result or its error through a pipe."""
     # On SIGTERM, exit through an exception, so that Python frees torch.compile's objects without a warning.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(exit_codes.FAILED))
-    # torch's deprecation warnings do not concern the reader of a plan.
+    # Users who read a plan do not need torch's deprecation warnings.
     warnings.simplefilter("ignore")
     result: object
     try:

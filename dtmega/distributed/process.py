@@ -1,4 +1,4 @@
-"""One process of a job: how the process claims a folder, dies with its parent, and exits.
+"""Tools for one process of a job: claim a folder, die with the parent, and exit.
 
 The exit codes are defined in `dtmega/distributed/exit_codes.py`.
 """
@@ -26,7 +26,8 @@ LOCK = ".lock"
 # Signals after which a run saves and exits. A SLURM job can ask for SIGUSR1 or SIGUSR2: `--signal=USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Width to which a reason is wrapped: torchrun frames its summary with lines as long as the summary's longest line.
+# Text for torchrun's summary is wrapped at this width: torchrun frames the summary with lines as long as its longest
+# line.
 AGENT_COLUMNS = 100
 
 
@@ -116,7 +117,7 @@ def die_with_parent() -> None:
     parent = os.getppid()
     # The result is ignored, because prctl fails here only if its argument is not a valid signal number.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    # If the parent has changed, the old parent died before the request, and the kernel will not send the signal.
+    # If the parent has changed, the old parent died before the call of prctl, so the kernel will not send the signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

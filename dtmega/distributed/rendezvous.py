@@ -63,7 +63,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """Wait until all processes of the job have arrived, and return the store of this attempt.
+    """Wait until all processes of the job have arrived. Returns the store of this attempt.
 
     Args:
         rank: rank of this process.
@@ -80,7 +80,7 @@ def meet(rank: int, size: int, timeout: timedelta) -> Store:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    # torchrun's agent serves the store. Without torchrun, rank 0 serves it.
+    # torchrun's agent serves the store; without torchrun, rank 0 serves the store.
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
     tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)
@@ -155,7 +155,7 @@ def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
 
 
 def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: bool) -> int:
-    """Start a new attempt, wait until all ranks have joined it, and open it. Only rank 0 calls this function.
+    """Start a new attempt, wait until all ranks have joined it, then open it. Only rank 0 calls this function.
 
     Args:
         job: store that all attempts of the job share.
@@ -192,14 +192,14 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
 
 
 def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
-    """Join the attempt that rank 0 starts, and wait until it is open. All ranks except rank 0 call this function.
+    """Join the attempt that rank 0 starts and wait until it is open. All ranks except rank 0 call this function.
 
     Returns:
         The index of the attempt, from 1.
 
     Raises:
         Rank0GaveUp: rank 0 gave up waiting for other ranks.
-        ValueError: within `timeout`, rank 0 opened no attempt that this rank had joined.
+        ValueError: rank 0 did not open the attempt within `timeout`.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     joined = 0

@@ -1,4 +1,4 @@
-"""A thread that ends the process, and names the rank to blame, if the main thread hangs or is stuck after a signal.
+"""A thread that ends the process and names the rank to blame if the main thread hangs or is stuck after a signal.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 SAVING = "checkpoint"  # the phase in which a signal does not end the process
 POLL_S = 0.2
-REPORT_S = 10.0  # limit for the report of a hang, because the store may hang too
-CALLBACK_S = 10.0  # limit for the callback before the exit
-RECORD_S = 10.0  # limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
+REPORT_S = 10.0  # time limit for the report of a hang, because the store may hang too
+CALLBACK_S = 10.0  # time limit for the callback before the exit
+RECORD_S = 10.0  # time limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
 CLOSE = 0  # byte that ends the thread; no signal has this number
 OUR_CODE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -113,7 +113,7 @@ class Watch:
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
-        # The newest beat of this rank when it last published its place in the code.
+        # The newest beat of this rank at the time when the rank last published its place in the code.
         self._placed: Beat | None = None
         # Two connections to the store: `_store` for the main thread's beats, `_reader` for the watching thread.
         self._store: Store | None = None
@@ -132,7 +132,7 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """Share beats through a store from now on: publish this rank's beats, and read the other ranks' beats.
+        """Share beats through a store from now on: publish this rank's beats and read the other ranks' beats.
 
         Args:
             store: connection to the store, used by no other code. The watching thread uses a clone of this
@@ -199,7 +199,7 @@ class Watch:
         """Print and record that this rank exits without saving after a signal.
 
         Args:
-            until: text after "no step boundary" in the message: "in 20 s", or "before this: ..." for an error.
+            until: end of the message, after the words "no step boundary", such as "in 20 s" or "before this: ERROR".
 
         Returns:
             The exit code.
@@ -234,7 +234,7 @@ class Watch:
         return first == mine
 
     def report_first_exit(self, error: RuntimeError) -> int:
-        """Print that this rank exits because another rank exited first. Call this if `record_exit` returned False.
+        """Print that this rank exits because another rank exited first. Call this only if `record_exit` returned False.
 
         Args:
             error: error that the other rank's exit caused on this rank.
@@ -253,7 +253,7 @@ class Watch:
         return code
 
     def close(self) -> None:
-        """Stop watching, and restore the signal handlers."""
+        """Stop watching and restore the signal handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._handlers_before.items():
             # None stands for a handler that was not set from Python; Python cannot restore such a handler.
@@ -280,7 +280,7 @@ class Watch:
             return
         beat = self._last
         waits, text = _place_of_main_thread()
-        # If the store is gone, the report will say so.
+        # If the store is gone, ignore the error here, because the report will mention that the store is gone.
         with suppress(RuntimeError):
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
@@ -307,8 +307,8 @@ class Watch:
         seen = self._last
         saves = self._saves
         signalled = False
-        idle_s = 0.0  # since the last beat
-        waited_s = 0.0  # since a signal, or since the end of a save that came after the signal
+        idle_s = 0.0  # time since the last beat
+        waited_s = 0.0  # time since a signal, or since the end of a save that came after the signal
         before = time.monotonic()
         while True:
             if select.select([self._inbox], [], [], POLL_S)[0]:
@@ -345,7 +345,7 @@ class Watch:
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
             self._exit_status.set(code, reason)
-            self._exit_status.write()  # before the store, which may not answer
+            self._exit_status.write()  # write before using the store, which may not answer
             self.record_exit(code, reason)
             self._exit_status.write()
             self._publish_place()

@@ -83,7 +83,7 @@ class _WholeWrites:
 
 
 def empty_folder(path: Path) -> None:
-    """Make an empty folder, and delete any earlier content. The name of the folder is not synced to disk."""
+    """Make an empty folder; delete any earlier content. The name of the folder is not synced to disk."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)

@@ -53,7 +53,7 @@ class Confined:
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:
-        """Start the child, unless it is already running, and wait until `function` has returned.
+        """Start the child unless it is already running, then wait until `function` has returned.
 
         Raises:
             ValueError: `function` raised an error, or the child exceeded the limits.
@@ -66,16 +66,16 @@ class Confined:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that Ctrl-C reaches this process only
+            start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
         self._end = weakref.finalize(self, _end, child)
         self._answer(child, START_S)
 
     def ask(self, request: Any) -> Any:
-        """Send a request to the child, and return the child's answer.
+        """Send a request to the child and return the child's answer.
 
         Raises:
-            ValueError: the child could not answer the request, or exceeded the limits.
+            ValueError: the child could not answer the request or exceeded the limits.
         """
         self.start()
         child = self._child
@@ -91,10 +91,10 @@ class Confined:
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """Read the child's next answer. If the child does not answer in time, or has ended, call `close`.
+        """Read the child's next answer. Call `close` if the child has ended or does not answer in time.
 
         Raises:
-            ValueError: the child did not answer, or reported an error.
+            ValueError: the child did not answer or reported an error.
         """
         line = _read_line(_stream(child.stdout), within_s)
         if line is None:
@@ -119,7 +119,7 @@ def serve(function: str, arguments: str) -> None:
         arguments: arguments of `function`, as a JSON list.
     """
     requests, answers = sys.stdin, sys.stdout
-    sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers
+    sys.stdout = sys.stderr  # so that output printed by a library does not mix with the answers
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # `import torch` now raises ImportError
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)

@@ -73,7 +73,7 @@ class Copied:
 
     def __init__(self, stream: Any, take: Callable[[str], None]) -> None:
         self._stream, self._take = Guarded(stream), take
-        self._begun: dict[int, str] = {}  # thread -> its incomplete line: `print` writes a line in several pieces
+        self._begun: dict[int, str] = {}  # incomplete line of each thread, since `print` writes a line in pieces
 
     def write(self, text: str) -> int:
         # Write to the stream first, because `take` may hang, for example on a disk.

@@ -38,7 +38,7 @@ class Lock:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self, patience_s: float = math.inf) -> bool:
-        """Wait for the lock, and take it.
+        """Wait for the lock and take it.
 
         Returns:
             False if another process still holds the lock after `patience_s` seconds.
@@ -54,7 +54,7 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace the lock file's content with `text`, which may identify the holder, and sync the file to disk."""
+        """Replace the lock file's content with `text`, which may identify the holder, then sync the file to disk."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)

@@ -25,7 +25,7 @@ from dtmega.files.object_requests import (
     reported,
 )
 
-GAP_BYTES = 2**16  # largest gap between two ranges that one request reads
+GAP_BYTES = 2**16  # one request reads two ranges if the gap between them is at most this large
 
 
 class Changed(OSError):
@@ -118,7 +118,7 @@ class ObjectFile:
         return memoryview(data)
 
     def _request(self, send: Any) -> Any:
-        """Send a request, and return the answer. Errors name the object, but quote nothing from the store's answer."""
+        """Send a request and return the answer. Errors name the object, but quote nothing from the store's answer."""
         from obstore.exceptions import BaseError
 
         try:

@@ -24,7 +24,7 @@ PART_BYTES = 8 * 2**20  # size of an upload's parts (at most 10,000 parts, 80 Gi
 
 
 class Unreachable(OSError):
-    """Raised if an object store did not carry out a request, or did not answer, after several tries."""
+    """Raised if a request to an object store still fails, or gets no answer, after several tries."""
 
 
 def is_object_store(url: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli
 
-MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors takes 14 MB
 MAX_DEPTH = 64  # levels of nested objects and lists; a config.json has 5
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer file, up to the version
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # gpt2, meta-llama/Llama-3.2-1B
@@ -41,7 +41,7 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
     """Refuse a Git LFS pointer file. A clone made without git-lfs has pointer files in place of large files.
 
     Args:
-        start: first bytes of the file, at least 64 unless the file is shorter.
+        start: first bytes of the file, at least 64 bytes unless the file is shorter.
         path: name of the file, for the message.
 
     Raises:
@@ -112,7 +112,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    """True if objects and lists are nested more than MAX_DEPTH levels deep, so that a recursive walk might overflow."""
+    """True if objects and lists are nested more than MAX_DEPTH levels deep, which could overflow a recursive walk."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         if not level:

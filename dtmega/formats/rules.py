@@ -130,7 +130,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Make the assembly of each tensor that a rule names at one place in the model, and add it to `result`.
+    """Apply a rule at one place in the model: add an assembly to `result` for each tensor that the rule names there.
 
     Args:
         ours: shape of each of our tensors in the rule, keyed by tensor name.
@@ -151,7 +151,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then the other program's tensor is sorted by head
+        if len(ours) > 1:  # the other program's tensor is then sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
@@ -245,7 +245,7 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """Sort runs, and merge runs that are adjacent on both sides."""
+    """Sort row runs and merge row runs that are adjacent on both sides."""
     merged: list[RowRun] = []
     for run in sorted(runs):
         if merged and merged[-1].tensor == run.tensor and merged[-1].start + merged[-1].rows == run.start:

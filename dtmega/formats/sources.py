@@ -40,7 +40,7 @@ class Renamed:
     """Some of a source's tensors, under new names."""
 
     def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
-        """Rename tensors of a source, and hide all other tensors.
+        """Rename tensors of a source and hide all other tensors.
 
         Args:
             names: map from each new name to the name in the source.
@@ -198,7 +198,7 @@ class Translated:
         return result
 
     def _rows(self, run: RowRun, others: Sequence[slice], view: str) -> Tensor:
-        """The rows of a run, read from the source. If the source is a stack, one entry holds all rows of the run."""
+        """Read the rows of a row run from the source. In a stack, all rows of a row run lie in one entry."""
         if view == "stack":
             _, (_, rows_of_each, *_) = self._stored[run.tensor]
             entry, start = divmod(run.start, rows_of_each)
@@ -216,14 +216,14 @@ def _box(assembly: Assembly, index: Slices | None) -> Slices:
 
 
 def _clipped(run: RowRun, rows: slice) -> RowRun:
-    """The part of a run that lies within `rows` of the assembled tensor."""
+    """The part of a row run that lies within `rows` of the assembled tensor."""
     before = max(0, rows.start - run.at)
     after = max(0, run.at + run.rows - rows.stop)
     return RowRun(run.at + before, run.tensor, run.start + before, run.rows - before - after)
 
 
 def _stretches(runs: Iterable[RowRun]) -> list[list[RowRun]]:
-    """Group runs whose rows are adjacent in the source."""
+    """Group row runs that are adjacent in the source."""
     stretches: list[list[RowRun]] = []
     for run in sorted(runs, key=lambda run: (run.tensor, run.start)):
         before = stretches[-1][-1] if stretches else None

@@ -1,4 +1,4 @@
-"""Translates all tensors of a model into another program's format, and back, by the rules of that format."""
+"""Translate all tensors of a model into another program's format and back, using that format's rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], Any]  # returns a `models.model.Model`
 SAME = "they are one parameter of this model"
-# Sizes up to this limit are not compared with the stored tensors: on the meta device, such sizes take no memory.
+# A size above this limit is refused if it exceeds every dim of the stored tensors. Smaller sizes need no check, because
+# they take no memory on the meta device.
 PLAUSIBLE_SIZE = 2**20
 # Limit for sequence lengths. PLAUSIBLE_SIZE is too small here, since most models have no tensor as long as a sequence.
 PLAUSIBLE_LENGTH = 2**31
@@ -29,7 +30,7 @@ class TensorNames(NamedTuple):
     Attributes:
         translation: recipes for assembling each side's tensors from the other side's. A tied parameter has an entry
             under each of its names.
-        parameters: list of names for each parameter or stored buffer, which is saved under its first name.
+        parameters: lists of names, one list per parameter or stored buffer; files use the first name in each list.
     """
 
     translation: Directions
@@ -73,7 +74,7 @@ class Deduplicated:
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
-        """Prepare to read each parameter from its first copy, and to compare the other copies with the first.
+        """Prepare to read each parameter from its first copy and to compare all further copies with the first.
 
         Args:
             weights: the stored tensors, with all copies.
@@ -234,7 +235,7 @@ def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Refuse a source whose tensors do not match the model's tensors.
 
     Args:
-        shapes: the model's tensor shapes, keyed by tensor name; the source's BY_TOKEN tensors may have more rows.
+        shapes: tensor shapes of the model, keyed by tensor name. BY_TOKEN tensors in the source may have padding rows.
 
     Raises:
         ValueError: a tensor is missing, is unknown, or has a different shape.

@@ -142,7 +142,7 @@ class _NothingToReduce:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer for the input on FSDP's first call, and the same buffer for the output on the second."""
+        """Return a buffer for the input on FSDP's first call, and the same buffer for the output on the second call."""
         buffer, self._input = self._input, None
         if buffer is None:
             buffer = self._input = torch.empty(*size, dtype=dtype, device=device)

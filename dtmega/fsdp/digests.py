@@ -55,7 +55,7 @@ def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
     The sum of all ranks' digests does not depend on how the weights are cut.
 
     Args:
-        weights: name in the whole model -> fp32 weight, which is a DTensor if it is cut. No weight may be a scalar.
+        weights: fp32 weights, keyed by name in the whole model; a cut weight is a DTensor. No weight may be a scalar.
         device: device of the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -107,7 +107,7 @@ GOLDEN, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64 to each element of an int64 tensor in place, and return the tensor."""
+    """Apply SplitMix64 to each element of an int64 tensor in place. Returns the tensor."""
     x += GOLDEN
     shifted = torch.empty_like(x)
     # int64 has no logical shift, so a mask removes the copies of the sign bit.

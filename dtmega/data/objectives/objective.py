@@ -70,7 +70,7 @@ class Objective(Protocol):
         """Check that the tokenizer has the required special tokens and that the lengths in [data] allow a sample.
 
         Raises:
-            ValueError: a token is missing, or a length is too small; the message names the key, and gives the missing
+            ValueError: a token is missing, or a length is too small; the message names the key and gives the missing
                 token or the failed equation.
         """
         ...

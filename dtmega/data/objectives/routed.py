@@ -40,7 +40,7 @@ class _Routed:
 
 
 def with_router_losses(model: MoE, objective: Objective) -> Objective:
-    """Extend an objective by the router losses with non-zero weights and by the share of pairs that experts dropped.
+    """Add router losses with non-zero weights, and the share of pairs that experts dropped, to an objective.
 
     Each of these numbers is reported as a mean over the layers. The training loss contains the sum of each router loss
     over the layers.

@@ -70,7 +70,7 @@ class Tally:
         return {term.name: self._scale * term.weight / self._counts[term.per] for term in self._sums}
 
     def add_all(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the outputs of a whole model, which hold every sum; see `add`.
+        """Add every sum in the outputs of a whole model to the totals; see `add`.
 
         Raises:
             KeyError: a sum is missing from the outputs.

@@ -104,7 +104,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def prepare_shipped(tokenizer: Tokenizer) -> str:
-    """Return the prefix of the shipped conversations' files in the cache directory; make the files if they are missing.
+    """Return the path prefix of the shipped conversations' data set in the cache directory; make missing files first.
 
     The questions in the last tenth of the conversations do not occur in the earlier conversations.
 
@@ -153,7 +153,7 @@ class Tally:
         self.end_ids: set[int] = set()
 
     def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
-        """Add a batch to the counts, and print the first SHOWN refusals of the whole input.
+        """Add a batch to the counts and print the first SHOWN refusals of the whole input.
 
         Raises:
             ValueError: the template cannot be used, or the options turn a refused conversation into an error.
@@ -185,7 +185,7 @@ class Tally:
         return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
 
     def how(self) -> str:
-        """Describe for the user how the learned tokens were found, and which tokens end a turn."""
+        """Describe for the user how the learned tokens were found and which tokens end a turn."""
         if not self._ends:
             return "all but the first of each conversation"
         found = "marked by the template" if self._by == MARKERS else "shown by prefixes"

@@ -25,7 +25,7 @@ class _Slice(NamedTuple):
 
 
 def join_files(sources: Sequence[str | ObjectFile], target: Path) -> None:
-    """Concatenate the sources, in the given order, into a new file, and sync the new file to disk.
+    """Concatenate the sources in the given order into a new file. The file is synced to disk.
 
     Raises:
         OSError: a file cannot be read or written, a file has become shorter during the copy, or an object cannot be

@@ -2,8 +2,8 @@
 
 The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
 standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
-each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may be killed at any time, and
-may run in several processes at once.
+each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may run in
+several processes at once and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[
 
 
 def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
-    """Build the tokenised corpus if it is missing or damaged, and return its prefix.
+    """Build the tokenised corpus if it is missing or damaged. Returns its prefix.
 
     Args:
         tokenizer: tokenizer of the corpus.

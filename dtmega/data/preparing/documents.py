@@ -29,7 +29,7 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """Yield each part of a text as (line number of the part's start, part). Joined, the parts are the whole text.
+    """Yield each part of a text as (line number of the part's start, part). All parts joined equal the whole text.
 
     Blank lines at the start of the text belong to the first part.
 

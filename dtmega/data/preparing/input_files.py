@@ -1,4 +1,4 @@
-"""Find the input files of `tokenize` from patterns and folders. The suffix of a file determines its kind:
+"""Find the input files that patterns and folders select for `tokenize`. A file's suffix determines its kind:
 
 .txt               one document per file, or per part if blank lines separate documents
 .jsonl, .json      one JSON object per line; the value under a chosen key is one document

@@ -1,4 +1,4 @@
-"""Sort the parts of a text by their records, and build the record of the merged data set."""
+"""Sort the parts of a text by their records and build the record of the merged data set."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _text_of(part: Part) -> dict[str, Any]:
 
 
 def joined_record(parts: Sequence[Part]) -> Record | None:
-    """Merge the parts' records: keep the shared settings, and add up the counts. Returns None if no part has a record.
+    """Merge the parts' records: keep the shared settings and add up the counts. Returns None if no part has a record.
 
     Raises:
         ValueError: the parts' records differ, or only some parts have a record.

@@ -122,7 +122,7 @@ def _dtype(parts: Sequence[Part]) -> Any:
 
 
 def _sizes(parts: Sequence[Part]) -> Iterator[NDArray[Any]]:
-    """Yield the number of tokens of each sequence, in pieces."""
+    """Yield arrays with the number of tokens in each sequence."""
     for part in parts:
         sizes = part.dataset.sizes
         for start in range(0, len(sizes), CHUNK):
@@ -130,7 +130,7 @@ def _sizes(parts: Sequence[Part]) -> Iterator[NDArray[Any]]:
 
 
 def _ends(parts: Sequence[Part]) -> Iterator[NDArray[Any]]:
-    """Yield the number of sequences up to the end of each document, in pieces."""
+    """Yield arrays with the number of sequences up to the end of each document."""
     before = 0
     for part in parts:
         ends = part.dataset.document_index[1:]

@@ -53,7 +53,7 @@ class Share(NamedTuple):
     name: str
 
     def made(self, overwrite: bool) -> str:
-        """A line for the user if this part already exists, and its input and settings match; '' otherwise.
+        """A line for the user if this part already exists with matching input and settings; otherwise ''.
 
         Args:
             overwrite: whether to replace any existing output.
@@ -120,7 +120,7 @@ def _has_cuts(files: Sequence[File], encoding: str) -> bool:
 
 
 def _lines_of(file: File, part: Part) -> File:
-    """The range of a file that holds all lines that begin in the part's byte range."""
+    """The byte range of a file that holds exactly the lines of the part."""
     start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
     return file._replace(first_byte=start, n_bytes=stop - start)
 
@@ -139,14 +139,14 @@ def line_start(file: File, at: int) -> int:
 
 
 def _files_of(files: Sequence[File], part: Part) -> list[File]:
-    """The files whose middle byte falls into this part's range, counted over the bytes of all files on disk."""
+    """The files whose middle byte falls into this part's byte range. Bytes are counted through all files on disk."""
     total_bytes = sum(file.n_bytes for file in files)
     own: list[File] = []
     before_bytes = 0
     for file in files:
         twice_middle = 2 * before_bytes + file.n_bytes
         number = part.of * twice_middle // (2 * total_bytes) if total_bytes else 0
-        if min(number, part.of - 1) == part.number:  # the middle of an empty file may be the end of the text
+        if min(number, part.of - 1) == part.number:  # `number` is `part.of` for an empty file at the end
             own.append(file)
         before_bytes += file.n_bytes
     return own

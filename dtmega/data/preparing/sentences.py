@@ -70,7 +70,7 @@ def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
         if sentence_ids:
             yield sentence_ids
         return
-    lines: list[int] = []  # ids of the lines that will be the next piece
+    lines: list[int] = []  # ids of the lines collected for the next piece
     for line in sentence.splitlines(keepends=True):
         ids = tokenizer.encode(line)
         if lines and len(lines) + len(ids) > LONGEST_SENTENCE:

@@ -1,7 +1,7 @@
 """Readers of input files: each file becomes batches of raw records (lines, rows, or texts).
 
 One process reads all files, which is cheap; many workers then parse the records (`documents.py`). Text in an encoding
-other than UTF-8 is converted here, so that all later code sees UTF-8 only.
+other than UTF-8 is converted here, so all later code sees only UTF-8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtmega.data.preparing.input_files import STDIN, File
 BLANK_LINES = "blank-lines"
 # Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
-CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file forms a batch by itself
+CHUNK_BYTES = 1 << 20  # size of a batch of lines; a longer line or .txt file forms a batch by itself
 MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
 # Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
 # least 4 bytes and holds up to 128 KiB.
@@ -135,7 +135,7 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def part_starts(text: bytes) -> list[int]:
-    """The offsets in a text where a part begins after blank lines."""
+    """The offsets of the parts that follow blank lines in a text."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
@@ -157,7 +157,7 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _range(file: File) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of a range of an uncompressed file in UTF-8, each with the number of bytes read so far."""
+    """Read a range of an uncompressed UTF-8 file. Yields chunks, each with the number of bytes read so far."""
     position = 0
     with open(file.path, "rb") as raw:
         raw.seek(file.first_byte or 0)
@@ -270,7 +270,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     """Read one column of strings in batches of rows.
 
     Raises:
-        ValueError: the file is damaged, or has no string column `column`.
+        ValueError: the file is damaged or has no string column `column`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

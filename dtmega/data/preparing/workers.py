@@ -99,7 +99,7 @@ def _receive(pipe: Connection) -> Any:
     """Receive the next result from a worker.
 
     Raises:
-        EOFError: the worker died between two messages or while it sent a message.
+        EOFError: the worker died between two messages or while sending a message.
     """
     try:
         return pipe.recv()

@@ -51,7 +51,7 @@ class Packs:
     Attributes:
         n_tokens: number of tokens in an epoch's conversations, after long conversations have been cut.
         n_samples: number of rows in the first epoch; later epochs may have a few rows more or fewer.
-        note: line for the user about conversations that are left out or cut, and about how full the rows are.
+        note: line for the user about dropped or cut conversations and about how full the rows are.
 
     Raises:
         ValueError: all conversations of the part are left out.
@@ -153,7 +153,7 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Put each item into the first box with enough room, and return the index of each item's box, [n].
+    """Put each item into the first box with enough room. Returns the index of each item's box, [n].
 
     Args:
         sizes: size of each item, at most `room`, [n].

@@ -1,4 +1,4 @@
-"""Turn conversations into tokens, and find the tokens that bear loss. This code runs in a confined process.
+"""Turn conversations into tokens and find the tokens that bear loss. This code runs in a confined process.
 
 A chat template turns a conversation into one text. The text is encoded as a whole, because encoding the text in pieces
 would give different tokens at the borders. The learned parts of the text are found as character ranges, and the
@@ -160,7 +160,7 @@ class Renderer:
             A dict that always has the keys `template` (digest) and `by` (MARKERS or PREFIXES). For an accepted
             conversation, the dict also has `ids`, `learned` (ranges of tokens), `ends` and `end_ids` (names and ids of
             the tokens that end the learned turns). For a refused conversation, the dict also has `cause` and `why`. If
-            `own` renders a different text, the dict also has `differs`, a description of the difference.
+            the second template renders a different text, the dict also has `differs`, a description of the difference.
         """
         messages, tools = conversation["messages"], conversation["tools"]
         try:
@@ -208,7 +208,7 @@ class Renderer:
                 add_generation_prompt=with_prompt,
                 **self._tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template can fail in any way: on a missing key, on a type
+        except Exception as error:  # a template can raise any error: KeyError, TypeError, ...
             raise Refused(TEMPLATE_FAILS, f"{type(error).__name__}: {error}".partition("\n")[0][:300]) from None
         (text,), marked = rendered
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
@@ -223,7 +223,7 @@ class Renderer:
         return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, whole: Text) -> list[list[Span]]:
-        """The learned parts of each turn that bears loss, as character ranges.
+        """The character ranges of the learned parts, for each turn that bears loss.
 
         Raises:
             Refused: the learned parts, or the tokens that end them, cannot be determined.
@@ -240,7 +240,7 @@ class Renderer:
         return turns[-1:]
 
     def _marked_turns(self, whole: Text) -> list[list[Span]]:
-        """Find the turns inside the markers.
+        """Find the learned turns in the parts of the text that the template marks.
 
         If a marked part does not end with the end of a turn, the turn continues in the next marked part.
         """

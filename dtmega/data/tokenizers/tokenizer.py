@@ -185,7 +185,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # The file does not store the pattern that its ranks were trained with. GPT-2's ranks are recognised by their count.
+    # A .tiktoken file lacks the pattern that its ranks were trained with. GPT-2's ranks are recognised by their number.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 
@@ -237,7 +237,7 @@ def _from_json(spec: str) -> Tokenizer:
     """The tokenizer in a Hugging Face tokenizer.json.
 
     Raises:
-        ValueError: the file is missing or malformed, or has no end-of-document token.
+        ValueError: the file is missing, is malformed, or has no end-of-document token.
     """
     content = _read(Path(spec))
     tokenizer_trial.check(spec, _digest(content))
@@ -304,7 +304,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
 @contextmanager
 def _refusals(spec: str) -> Iterator[None]:
-    """Turn the library's errors (bare Exceptions, and Rust panics, which are not Exceptions) into ValueErrors."""
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not Exceptions."""
     try:
         yield
     except BaseException as error:
@@ -314,7 +314,7 @@ def _refusals(spec: str) -> Iterator[None]:
 
 
 def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
-    """The ids of T5's marks for hidden spans, up to the first missing number."""
+    """The ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks."""
     ids: list[int] = []
     while (i := vocabulary.get(f"<extra_id_{len(ids)}>")) is not None:
         ids.append(i)
@@ -322,7 +322,7 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """The name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json: a list with one name, or [].
+    """List the name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json; [] if there is none.
 
     The tokenizer_config.json stores the token either as its name, or as an object with the name under `content`.
     """

@@ -27,7 +27,7 @@ def to_json(spec: str) -> str:
     if is_wordpiece(spec):
         return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
     if spec.endswith(".json"):
-        load_tokenizer(spec)  # only for its checks
+        load_tokenizer(spec)  # loaded only to check the file
         return Path(spec).read_text(encoding="utf-8")
     encoding, _ = load_encoding(spec)
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens

@@ -25,7 +25,7 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Masked:
-    """BERT's objective: the loss of predicting masked tokens, plus the loss of predicting the order of two segments.
+    """BERT's objective: a loss for predicting masked tokens, plus a loss for predicting the order of two segments.
 
     The first loss is averaged over the masked tokens, and the second loss over the sequences.
     """
@@ -72,7 +72,7 @@ class Masked:
 
 
 class Spans:
-    """T5's objective: the loss of predicting hidden spans, averaged over the decoder's targets. Spans never touch."""
+    """T5's objective: the loss for predicting hidden spans, averaged over the decoder's targets. Spans never touch."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"

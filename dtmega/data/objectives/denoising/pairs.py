@@ -161,7 +161,7 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of tokens that each segment loses at its front, [B]; the rest of the `lost` tokens are dropped at its end.
+    """Number of tokens to drop from the front of a segment, [B]; its other `lost` tokens are dropped from the end.
 
     Each of the `lost` tokens is taken from the front with probability 1/2.
     """
