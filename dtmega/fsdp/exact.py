@@ -65,12 +65,12 @@ class StageSums:
     """The integer sums of one stage, with the interface `pipelining.sums.Sums`.
 
     Args:
-        stage: model of the stage. Its parameters must not be gathered when the first step begins.
+        stage: model of the stage, whose parameters must not be gathered when the first step begins.
         full_name: function that converts a parameter's name in the stage to its name in the whole model.
         ties: groups of names that share one parameter.
         read_by_layers: names of the parameters that each layer reads in a separate call.
         partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
-        owner: object that holds the integer sums of all stages of this rank.
+        owner: object that holds the integer sums of all of this rank's stages.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ExactSums:
 
     Args:
         sizes: name of each parameter of the whole model -> number of elements; identical on all ranks.
-        n_parts: maximum number of gradients that one microbatch contributes to an element: places x tp x cp ranks.
+        n_parts: maximum number of gradients that one microbatch contributes to an element (places x tp x cp ranks).
         groups: process groups to sum over.
         device: device of the sums.
         share: name of this rank's share of a microbatch; the digests hash this name with each tensor's name.
@@ -250,7 +250,7 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum the integers over the remaining ranks, and give every trained parameter its gradient.
+        """Sum the integers over the ranks that `add` did not sum over, and set each trained parameter's gradient.
 
         If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 

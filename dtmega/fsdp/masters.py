@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """A model's fp32 parameters, for the optimizer and checkpoints, and their copies, for forward and backward.
+    """A model's fp32 parameters (for the optimizer and checkpoints), with copies (for forward and backward).
 
     From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
     take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's
     gradient and freed.
 
     Args:
-        model: model whose parameters get copies. The parameters may still be on the meta device.
+        model: model whose parameters get copies; the model may still be on the meta device.
         dtype: dtype of the copies.
 
     Attributes:

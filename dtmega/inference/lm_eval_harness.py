@@ -138,8 +138,8 @@ class RunLM(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Score each continuation given its context (see `_score`), in batches of texts of similar length."""
-        # Sort the longest texts first: batches then need little padding, and a batch too large for memory fails early.
+        """Score each continuation given its context (see `_score`). Each batch holds texts of similar length."""
+        # Put the longest texts first: batches then need little padding, and a batch too large for memory fails early.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):

@@ -4,7 +4,7 @@ OUT/config.json               made from the model, or copied from the original d
 OUT/generation_config.json    written together with the tokenizer files
 OUT/model.safetensors         one file or several files; see write.py
 
-The original directory is the transformers directory that the model came from, if any. Its tokenizer files
+The original directory is the transformers directory that the model came from, if any. The original's tokenizer files
 (TOKENIZER_FILES) are copied byte for byte. Code and other weights are never copied.
 """
 

@@ -179,7 +179,7 @@ def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Colle
 
 
 def targets(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Choose the value of `target_modules`: the layers' last name parts, or full names if other modules share them.
+    """Choose `target_modules`: the last part of each layer's name, or full names if other modules share a last part.
 
     Args:
         layers: names of the layers with adapters.

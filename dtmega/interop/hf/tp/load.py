@@ -80,7 +80,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
     """The stored tensors under the model's names. Each tensor is stored whole or as several components.
 
     Args:
-        files: the directory's files.
+        files: safetensors files of one directory.
         keys: map from each tensor's or component's name in the model to a key in the files.
         components: rules for assembling parameters from components.
         model: the model, which determines the stored names of components.

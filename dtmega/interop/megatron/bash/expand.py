@@ -228,7 +228,7 @@ class Expander:
         return self.unknown(node)
 
     def _cause(self, word: Word) -> tuple[str, str]:
-        """The variables and the condition that make a value unknown, as (names, condition). Either text may be ''."""
+        """The variables and the condition that make a value unknown, as (names, condition). Either string may be ''."""
         for piece in word:
             if isinstance(piece, Unknown):
                 return piece.name, piece.condition

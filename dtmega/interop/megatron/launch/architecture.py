@@ -178,7 +178,7 @@ def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
 
 
 def _positions_flag(draft: Draft) -> str:
-    """The flag that selects the command's positions."""
+    """The flag that selects the command's position embedding."""
     names = ("--use-rotary-position-embeddings", "--no-position-embedding", "--position-embedding-type")
     return next((name for name in names if name in draft.command.values), names[-1])
 

@@ -98,7 +98,7 @@ class Draft:
         self.open[flag] = Open(f"{name} {values}".strip(), line, reason)
 
     def lack(self, key: str, reason: str, flag: str = "") -> None:
-        """Leave it to the user to set a key.
+        """Leave a key for the user to set.
 
         Args:
             key: name of the key, as "section.key".
