@@ -1,8 +1,8 @@
 """Add gradients as integers, so that all layouts and microbatch orders yield identical bits ([run] exact).
 
-After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
-grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
-are reduce-scattered after each microbatch. All other sums stay whole, and are all-reduced once per step.
+After each microbatch, this module takes autograd's gradients, rounds them to their parameter's grid
+(`ops/fixed_point.py`) and adds them as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
+are reduce-scattered after each microbatch. All other sums stay whole and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
@@ -187,7 +187,7 @@ class ExactSums:
         self._keys = first_keys(device)
 
     def begin(self, n_microbatches: int, scale: float) -> None:
-        """Choose the grids of a step.
+        """Choose the grids for a step.
 
         Args:
             n_microbatches: number of microbatches in the global batch, on all data ranks together.
@@ -205,7 +205,7 @@ class ExactSums:
 
     @torch.no_grad()
     def add(self, unit: Sequence[Slot], microbatch: int) -> None:
-        """Round the gradients that a microbatch has left in a unit, and add them to the sums and the digest."""
+        """Round a unit's gradients from one microbatch and add them to the sums and the digest."""
         digest = self.digests.setdefault(microbatch, Digest(self._keys))
         shards = self._groups.shards.size() > 1
         sums: list[Tensor] = []
@@ -219,7 +219,7 @@ class ExactSums:
                 seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
                 self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
-        # If all parameters of a stage are in its blocks, the unit for the remaining parameters is empty.
+        # If all parameters of a stage are in its blocks, the unit for parameters outside the blocks is empty.
         if shards and unit:
             sums = self._scatter(unit, sums)
         for slot, integers in zip(unit, sums, strict=True):
@@ -250,7 +250,7 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum the integers over the ranks that `add` did not sum over, and set each trained parameter's gradient.
+        """Sum the integers over the ranks that `add` left out, then set each trained parameter's gradient.
 
         If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 

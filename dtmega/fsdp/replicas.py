@@ -74,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Record that a parameter's gradient is complete, and start the sums of units whose gradients are complete."""
+        """Record that a parameter's gradient is complete and start the sums of units whose gradients are complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class ShardSums:
-    """Sums each microbatch's gradients over the data ranks, and adds the sums to the shards of a stage's gradients.
+    """Sums each microbatch's gradients over the data ranks and adds the sums to the shards of a stage's gradients.
 
     A unit is a group of parameters that FSDP2 gathers in one collective: a block's parameters, or all parameters
     outside the blocks. With copies of the shards (HSDP), only the last microbatch sums gradients over the copies.
@@ -50,7 +50,7 @@ class ShardSums:
         self._stage.set_requires_all_reduce(last)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield the parameters of each unit, and sum the unit's gradients when the caller resumes the iteration."""
+        """Yield the parameters of each unit and sum the unit's gradients when the caller resumes the iteration."""
         # FSDP2's hooks also run during the caller's work, and would sum zeros instead of gradients that are not ready.
         self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()

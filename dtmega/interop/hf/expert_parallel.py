@@ -38,7 +38,7 @@ def send_to_experts(module: Any, ep: int) -> None:
 
 
 def _forward(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Apply k experts to each token, and add up the weighted results.
+    """Apply k experts to each token and add up the weighted results.
 
     Args:
         module: the experts module.

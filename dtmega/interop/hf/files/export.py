@@ -116,7 +116,7 @@ def _tokenizer_files(
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
-        reads_types: whether the model takes `token_type_ids`, which distinguish the two texts of a pair.
+        reads_types: whether the model accepts `token_type_ids`, which distinguish the two segments of a pair.
 
     Raises:
         ValueError: the tokenizer has no token for one of the ids.

@@ -22,7 +22,7 @@ class Folder(Deduplicated):
         """Prepare to read the weights; see `Deduplicated`.
 
         Args:
-            files: the directory's files, which `weights` reads.
+            files: safetensors files that `weights` reads.
             weights, copies, otherwise: arguments of `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class TheirLayer(NamedTuple):
-    """A linear layer of a transformers model that corresponds to all or part of one of dtmega's layers.
+    """A transformers linear layer that corresponds to one of dtmega's layers or to a part of the layer.
 
     Attributes:
         layer: name of dtmega's layer.

@@ -220,7 +220,7 @@ def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> T
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward, and return a loss and the output from which the loss is computed.
+    """Run a forward pass. Return a loss, and the output from which the loss is computed.
 
     Returns:
         (loss, logits) if the batch has labels; otherwise (a random linear function of the hidden states, the hidden

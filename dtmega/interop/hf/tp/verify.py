@@ -1,4 +1,4 @@
-"""Verifies a plan: cuts a small clone of the model, and compares loss, logits and gradients with an uncut clone.
+"""Verifies a plan: cuts a small clone of the model and compares its loss, logits and gradients with an uncut clone's.
 
 A plausible plan can be wrong without raising any error. For example, gradients of per-head norms may not be summed, a
 view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be cut in the wrong
@@ -115,7 +115,7 @@ def _classes(model: nn.Module) -> set[str]:
 def deviations(
     ours: Any, truth: Any, inputs: dict[str, Tensor], summed_over: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Run forward and backward in both models, and compare loss, logits and every gradient.
+    """Run forward and backward in both models and compare loss, logits and every gradient.
 
     Args:
         ours: the cut model.

@@ -1,4 +1,4 @@
-"""Follow a script's statements, and collect the commands that the script would run.
+"""Follow a script's statements and collect the commands that the script would run.
 
 Nothing is executed. If the value of a condition is unknown, both branches are followed, and variables that differ
 between the branches become unknown. A branch that ends in `exit` does not affect later statements. `Undecided` is

@@ -133,7 +133,7 @@ class Shell:
         return Expander(self.source, self.scope, self._substitution)
 
     def spend(self, word: Word) -> Word:
-        """Count a word's characters toward the script's limit, and return the word.
+        """Count a word's characters toward the script's limit and return the word.
 
         Raises:
             ValueError: the script exceeds MOST_TEXT characters.
@@ -196,7 +196,7 @@ class Shell:
             return None
 
     def path_of(self, word: Word) -> str | None:
-        """Convert a word to a path. Return None if the word has an unknown piece that is not known as a path either."""
+        """Convert a word to a path; None if the word has an unknown piece without a path."""
         parts: list[str] = []
         for piece in word:
             if isinstance(piece, Unknown) and not piece.path:
