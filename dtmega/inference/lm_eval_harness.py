@@ -149,7 +149,7 @@ class RunLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score pairs of context and continuation in one forward pass. Sequences that are too long lose their start.
+        """Score pairs of context and continuation in one forward pass. Long sequences are truncated on the left.
 
         Returns:
             The log-likelihood of each pair's continuation, and whether greedy decoding would produce the

@@ -20,7 +20,7 @@ from dtmega.plans.base import computing_on
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """A model's experts modules whose transformers class supports experts on other ranks."""
+    """The experts modules of a model, if their transformers class supports experts on other ranks."""
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 

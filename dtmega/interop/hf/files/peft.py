@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class TheirLayer(NamedTuple):
-    """A transformers linear layer that corresponds to one of dtmega's layers or to a part of the layer.
+    """A transformers linear layer that corresponds to all or part of a dtmega layer.
 
     Attributes:
         layer: name of dtmega's layer.

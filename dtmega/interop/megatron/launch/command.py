@@ -120,7 +120,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of those JSON files below the script's folder that the command names, keyed by path."""
+    """Read the JSON files that the command names, keyed by path. Files outside the script's folder are left out."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)
