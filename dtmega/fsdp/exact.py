@@ -1,8 +1,8 @@
 """Add gradients as integers, so that all layouts and microbatch orders yield identical bits ([run] exact).
 
-After each microbatch, the gradients are taken from the tensors where autograd left them, rounded to their parameter's
-grid (`ops/fixed_point.py`), and added as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
-are reduce-scattered after each microbatch. All other sums stay whole, and are all-reduced once per step.
+After each microbatch, this module takes autograd's gradients, rounds them to their parameter's grid
+(`ops/fixed_point.py`) and adds them as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
+are reduce-scattered after each microbatch. All other sums stay whole and are all-reduced once per step.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
@@ -65,12 +65,12 @@ class StageSums:
     """The integer sums of one stage, with the interface `pipelining.sums.Sums`.
 
     Args:
-        stage: model of the stage. Its parameters must not be gathered when the first step begins.
+        stage: model of the stage, whose parameters must not be gathered when the first step begins.
         full_name: function that converts a parameter's name in the stage to its name in the whole model.
         ties: groups of names that share one parameter.
         read_by_layers: names of the parameters that each layer reads in a separate call.
         partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
-        owner: object that holds the integer sums of all stages of this rank.
+        owner: object that holds the integer sums of all of this rank's stages.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ExactSums:
 
     Args:
         sizes: name of each parameter of the whole model -> number of elements; identical on all ranks.
-        n_parts: maximum number of gradients that one microbatch contributes to an element: places x tp x cp ranks.
+        n_parts: maximum number of gradients that one microbatch contributes to an element (places x tp x cp ranks).
         groups: process groups to sum over.
         device: device of the sums.
         share: name of this rank's share of a microbatch; the digests hash this name with each tensor's name.
@@ -187,7 +187,7 @@ class ExactSums:
         self._keys = first_keys(device)
 
     def begin(self, n_microbatches: int, scale: float) -> None:
-        """Choose the grids of a step.
+        """Choose the grids for a step.
 
         Args:
             n_microbatches: number of microbatches in the global batch, on all data ranks together.
@@ -205,7 +205,7 @@ class ExactSums:
 
     @torch.no_grad()
     def add(self, unit: Sequence[Slot], microbatch: int) -> None:
-        """Round the gradients that a microbatch has left in a unit, and add them to the sums and the digest."""
+        """Round a unit's gradients from one microbatch and add them to the sums and the digest."""
         digest = self.digests.setdefault(microbatch, Digest(self._keys))
         shards = self._groups.shards.size() > 1
         sums: list[Tensor] = []
@@ -219,7 +219,7 @@ class ExactSums:
                 seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
                 self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
-        # If all parameters of a stage are in its blocks, the unit for the remaining parameters is empty.
+        # If all parameters of a stage are in its blocks, the unit for parameters outside the blocks is empty.
         if shards and unit:
             sums = self._scatter(unit, sums)
         for slot, integers in zip(unit, sums, strict=True):
@@ -250,7 +250,7 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum the integers over the remaining ranks, and give every trained parameter its gradient.
+        """Sum the integers over the ranks that `add` left out, then set each trained parameter's gradient.
 
         If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 

@@ -2,7 +2,7 @@
 
 FSDP2 also offers mixed precision. But even if there is nothing to gather, FSDP2 copies weights twice and moves
 gradients through two flat buffers (torch 2.13). Here, each weight and gradient is cast only once. The results are
-bit-identical to FSDP2's results: each microbatch's gradient is rounded to the dtype of the copies, and then accumulated
+bit-identical to FSDP2's results: each microbatch's gradient is rounded to the dtype of the copies and then accumulated
 in fp32. With several ranks, `replicas.py` sums the fp32 gradients.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """A model's fp32 parameters, for the optimizer and checkpoints, and their copies, for forward and backward.
+    """A model's fp32 parameters (for the optimizer and checkpoints), with copies (for forward and backward).
 
     From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
     take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's
     gradient and freed.
 
     Args:
-        model: model whose parameters get copies. The parameters may still be on the meta device.
+        model: model whose parameters get copies; the model may still be on the meta device.
         dtype: dtype of the copies.
 
     Attributes:

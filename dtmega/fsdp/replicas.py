@@ -28,7 +28,7 @@ class Replicas:
     use different parameters.
 
     Args:
-        stage: model of the stage. Its parameters must not be replaced later.
+        stage: model of the stage, whose parameters must not be replaced later.
         blocks: blocks of the stage, in order.
         group: process group of the ranks that hold a copy of the stage.
     """
@@ -74,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Record that a parameter's gradient is complete, and launch the units whose gradients are all complete."""
+        """Record that a parameter's gradient is complete and start the sums of units whose gradients are complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:

@@ -1,12 +1,12 @@
 """Sum gradients after each microbatch of a pipeline, so that a rank keeps only its shards of the sums.
 
 Without a pipeline, FSDP2 itself computes these sums (`sync_gradients`). But torch's pipeline stages let FSDP2 sum
-gradients only once, after a step's last microbatch. In addition, FSDP2's hooks do not run in the second part of a
-backward in two parts, which computes the gradients of weights.
+gradients only once, after a step's last microbatch. In addition, if a schedule splits backward in two, FSDP2's hooks
+do not run in the second part, which computes the gradients of weights.
 
     sums = ShardSums(stage)
-    sums.expect(last)          # before each backward, during which FSDP2 sums each unit's complete gradients
-    for unit in sums.units():  # only for the second part of a backward in two parts:
+    sums.expect(last)          # before each backward; FSDP2 sums a unit's gradients once they are complete
+    for unit in sums.units():  # only for the second part of a split backward:
         ...                    # compute the gradients of the unit's parameters
     sums.finish()              # after a step's last microbatch: free the gathered weights
 """
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class ShardSums:
-    """Sums each microbatch's gradients over the data ranks, and adds the sums to the shards of a stage's gradients.
+    """Sums each microbatch's gradients over the data ranks and adds the sums to the shards of a stage's gradients.
 
     A unit is a group of parameters that FSDP2 gathers in one collective: a block's parameters, or all parameters
     outside the blocks. With copies of the shards (HSDP), only the last microbatch sums gradients over the copies.
@@ -33,8 +33,8 @@ class ShardSums:
     def __init__(self, stage: nn.Module) -> None:
         assert isinstance(stage, FSDPModule)
         self._stage = stage
-        # The last block comes first, and the root last, as in a backward in one part. All ranks use this order, no
-        # matter in which order torch lists the weights.
+        # The last block comes first, and the root last, as in an ordinary backward. All ranks use this order,
+        # regardless of the order in which torch lists the weights.
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
@@ -50,7 +50,7 @@ class ShardSums:
         self._stage.set_requires_all_reduce(last)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield the parameters of each unit, and sum the unit's gradients when the caller resumes the iteration."""
+        """Yield the parameters of each unit and sum the unit's gradients when the caller resumes the iteration."""
         # FSDP2's hooks also run during the caller's work, and would sum zeros instead of gradients that are not ready.
         self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()
@@ -79,5 +79,5 @@ class ShardSums:
 
 
 def _state(module: FSDPModule) -> Any:
-    """FSDP2's state for a wrapped module, which holds the unit's parameters."""
+    """FSDP2's internal state of a wrapped module."""
     return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]

@@ -29,7 +29,7 @@ class Slot:
         self.total: Tensor | None = None
 
     def take(self) -> list[Tensor]:
-        """Take the microbatch's gradients, one per use of the parameter.
+        """Remove and return the microbatch's gradients, one per use of the parameter.
 
         The gradients may be cut by tp, but not by FSDP2.
         """
@@ -91,6 +91,6 @@ class Place:
         leaf.grad = None
 
     def take(self) -> list[Tensor]:
-        """Take the gradients of all calls in this microbatch."""
+        """Remove and return the gradients of all calls in this microbatch."""
         gradients, self._gradients = self._gradients, []
         return gradients

@@ -4,7 +4,7 @@
     scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a split model compute
-each batch together. On each rank, the harness runs as if in a single process. Tokenization, truncation of long texts
+each batch together. On each rank, the harness runs as if in a single process. Tokenization, truncation of long text
 and the rule for ending an answer follow the harness's `HFLM` class, so that scores are comparable with the scores of
 transformers models.
 
@@ -43,7 +43,7 @@ Pair = tuple[Any, list[int], list[int]]  # key, tokens of the context, tokens of
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
-    """Load the definitions of tasks.
+    """Load task definitions.
 
     The harness's own collection has thousands of YAML files. If `folder` holds all tasks, the collection is not read.
 
@@ -77,7 +77,7 @@ def evaluate(
         trained: the model with its tokenizer.
         tasks: names of the tasks.
         manager: the tasks' definitions, from `find_tasks`.
-        batch_size: number of texts in one forward pass.
+        batch_size: number of sequences in one forward pass.
         n_shots: number of examples before each question; None for the task's default.
         limit: number of questions per task, counted from the first; None for all questions.
 
@@ -116,7 +116,7 @@ class RunLM(TemplateLM):
 
     Args:
         trained: the model with its tokenizer.
-        batch_size: number of texts in one forward pass.
+        batch_size: number of sequences in one forward pass.
     """
 
     def __init__(self, trained: TrainedModel, batch_size: int) -> None:
@@ -138,8 +138,8 @@ class RunLM(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Score each continuation given its context (see `_score`), in batches of texts of similar length."""
-        # Sort the longest texts first: batches then need little padding, and a batch too large for memory fails early.
+        """Score each continuation given its context (see `_score`). Each batch holds sequences of similar length."""
+        # Start with the longest sequences: batches need little padding, and a batch too large for memory fails early.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):
@@ -149,16 +149,16 @@ class RunLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score pairs of context and continuation in one forward pass. Texts that are too long lose their beginning.
+        """Score pairs of context and continuation in one forward pass. Long sequences are truncated on the left.
 
         Returns:
             The log-likelihood of each pair's continuation, and whether greedy decoding would produce the
             continuation.
         """
-        # The model predicts the next token at each position, so the last token of a text is never an input.
+        # The model predicts the next token at each position, so the last token of a sequence is never an input.
         inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
         longest = max(map(len, inputs))
-        # Padding goes after each text: the model is causal, so no token of the text sees the padding.
+        # Padding goes after each sequence: the model is causal, so no token of the sequence sees the padding.
         tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
         masks = {}
         if self._prompt_is_prefix:
@@ -179,7 +179,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each text's log-likelihood as a sum over disjoint windows; each window has one token of context."""
+        """Compute each document's log-likelihood as a sum over disjoint windows with one token of context each."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):

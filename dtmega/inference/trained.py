@@ -1,4 +1,4 @@
-"""A trained model for inference, read from a checkpoint, on one process or split over several processes.
+"""Open a trained model for inference, in one process or split over several processes.
 
     trained = open_trained(path, step, axes, startup)   # on every rank
     logits = trained.model(tokens)                      # [B, S, V], the same on every rank
@@ -60,7 +60,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
 
     Args:
         path: a run directory, or the folder of one checkpoint.
-        step: step of the checkpoint to read; None for the newest.
+        step: step of the checkpoint to read; None for the newest checkpoint.
         axes: size of each axis of [mesh].
         startup: `Startup` of the ranks that take part.
 

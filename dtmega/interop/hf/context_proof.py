@@ -47,7 +47,7 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         ) from None
     try:
         errors = _deviations(ours, truth, length, ranks, device)
-    except Exception as error:  # attention raises a ValueError for unknown arguments; a family may raise anything
+    except Exception as error:  # attention raises ValueError for unknown arguments; family code may raise any error
         raise ValueError(
             f"cp={size} does not work with '{kind}' ([mesh] cp): its small clone raised {type(error).__name__}: {error}"
         ) from None

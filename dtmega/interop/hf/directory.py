@@ -54,7 +54,7 @@ def read_config(path: str) -> Any:
 
 
 def build(hf_config: Any) -> Any:
-    """Build a config's model in fp32, without dropout or other noise."""
+    """Build the model that a config describes, in fp32 and without dropout or other noise."""
     from transformers import AutoModelForCausalLM
 
     hf_config = copy.deepcopy(hf_config)

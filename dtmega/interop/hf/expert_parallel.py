@@ -20,7 +20,7 @@ from dtmega.plans.base import computing_on
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """A model's experts modules whose transformers class supports experts on other ranks."""
+    """The experts modules of a model, if their transformers class supports experts on other ranks."""
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
@@ -38,7 +38,7 @@ def send_to_experts(module: Any, ep: int) -> None:
 
 
 def _forward(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Apply k experts to each token, and add up the weighted results.
+    """Apply k experts to each token and add up the weighted results.
 
     Args:
         module: the experts module.

@@ -17,7 +17,7 @@ from typing import TypeAlias
 # Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-# Style of a linear layer that fuses q, k and v. Its rows are either q, k and v of each head in turn, or the queries of
+# Style of a linear layer that fuses q, k and v. The rows are either q, k and v of each head in turn, or the queries of
 # all heads followed by one shared k and v.
 QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
@@ -119,8 +119,8 @@ class PipelineEnds:
     and `later` must give the attribute a value that switches the change off.
 
     Attributes:
-        first: stand-in on later stages for each module that only the first stage holds, keyed by module name. These
-            modules are children of the module that runs the blocks.
+        first: stand-in on later stages for each module that only the first stage holds, keyed by module name. All
+            modules that only the first stage holds are children of the module that runs the blocks.
         last: stand-in on earlier stages for each module that only the last stage holds, keyed by module name.
         later: attribute values on later stages for the module that runs the blocks, keyed by attribute name.
     """

@@ -1,6 +1,6 @@
 """Finds the distributions from which a `transformers` family draws initial values.
 
-Runs the family's own initialisation on a meta model, and records every draw.
+Runs the family's own initialisation on a meta model and records every draw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fills in the config keys that a transformers directory determines, and detects later changes to its config.json."""
+"""Fills in config keys from a transformers directory, and detects later changes to the directory's config.json."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def digest(directory: str) -> str:
 
 
 def reread_directory(model: config.Model, trained: str) -> config.Model:
-    """Read the sizes from the directory again, and return the [model] section with these sizes.
+    """Read the sizes from the directory again and return the [model] section with these sizes.
 
     Args:
         model: the [model] section of the training run, with resolved sizes.

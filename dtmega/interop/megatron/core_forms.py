@@ -31,7 +31,7 @@ STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
-NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # stateful too, if they exist
+NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # stateful too, where present
 STATEFUL_AT_END = "decoder.final_layernorm"
 
 # Arguments that change the model, in addition to those in PLAIN. Only the values listed here are supported.
@@ -167,7 +167,7 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
         "num_query_groups": model.kv_heads,
         "window_size": (model.window - 1, 0) if model.window else None,
         "window_attn_skip_freq": [int(layer in layers) for layer in range(model.n_layers)] if layers else None,
-        "rotary_base": int(model.rope_theta) if is_whole else model.rope_theta,  # the flag takes a whole number
+        "rotary_base": int(model.rope_theta) if is_whole else model.rope_theta,  # the flag accepts only a whole number
         "use_rope_scaling": is_scaled,
         "rope_scaling_factor": model.rope_factor if is_scaled else DEFAULT_FACTOR,
         "padded_vocab_size": model.padded_vocab_size,

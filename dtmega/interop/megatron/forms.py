@@ -73,7 +73,7 @@ def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] key for query-key layer scaling. Megatron scales by default, but only float16 runs are affected."""
+    """The [model] key for query-key layer scaling. Megatron's default is to scale, but only in float16."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 

@@ -29,7 +29,7 @@ PLAUSIBLE = 1000
 
 
 def read_plain(directory: str | Path) -> dict[str, Any]:
-    """Read config.json unchanged, and check that building a model from the content is safe.
+    """Read config.json unchanged and check that building a model from the content is safe.
 
     Raises:
         ValueError: the file is missing, is not a JSON object, or has no model_type; the file refers to code or to

@@ -4,7 +4,7 @@ OUT/config.json               made from the model, or copied from the original d
 OUT/generation_config.json    written together with the tokenizer files
 OUT/model.safetensors         one file or several files; see write.py
 
-The original directory is the transformers directory that the model came from, if any. Its tokenizer files
+The original directory is the transformers directory that the model came from, if any. The original's tokenizer files
 (TOKENIZER_FILES) are copied byte for byte. Code and other weights are never copied.
 """
 
@@ -116,7 +116,7 @@ def _tokenizer_files(
 
     Args:
         text: content of the tokenizer.json that `tokenizer` was made from.
-        reads_types: whether the model takes `token_type_ids`, which distinguish the two texts of a pair.
+        reads_types: whether the model accepts `token_type_ids`, which distinguish the two segments of a pair.
 
     Raises:
         ValueError: the tokenizer has no token for one of the ids.

@@ -22,7 +22,7 @@ class Folder(Deduplicated):
         """Prepare to read the weights; see `Deduplicated`.
 
         Args:
-            files: the directory's files, which `weights` reads.
+            files: safetensors files that `weights` reads.
             weights, copies, otherwise: arguments of `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
@@ -37,7 +37,7 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
     """Map each tensor's name in the model to the tensor's key in the files.
 
     Args:
-        files: the directory's files.
+        files: safetensors files of one directory.
         name_of: function that maps a key to the tensor's name in the model, to "" if the key is to be left out, or to
             None if the key is unknown.
         model: name of the model, for messages.

@@ -19,7 +19,7 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     """Open a directory's weights under our names. All stored copies of a tied parameter must be equal.
 
     Args:
-        path: the directory.
+        path: path of the directory.
         form: format, with the rules that translate between our tensors and the stored tensors.
         model: the [model] section; config.json must agree with this section.
         build: function that builds the whole model. The function is called on meta, with an unpadded vocabulary,

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class TheirLayer(NamedTuple):
-    """A linear layer of a transformers model that corresponds to all or part of one of dtmega's layers.
+    """A transformers linear layer that corresponds to all or part of a dtmega layer.
 
     Attributes:
         layer: name of dtmega's layer.
@@ -179,7 +179,7 @@ def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Colle
 
 
 def targets(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """Choose the value of `target_modules`: the layers' last name parts, or full names if other modules share them.
+    """Choose `target_modules`: the last part of each layer's name, or full names if other modules share a last part.
 
     Args:
         layers: names of the layers with adapters.

@@ -36,7 +36,7 @@ class TensorFiles:
     The constructor reads only the headers of the files; a tensor is read when `read` is called.
 
     Attributes:
-        path: the directory.
+        path: path of the directory.
         tensors: dtype and shape of each tensor, keyed by tensor name.
         file_of: name of the file that holds each tensor, keyed by tensor name.
         bytes_read: number of tensor bytes that this object has read.

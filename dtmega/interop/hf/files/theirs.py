@@ -62,7 +62,7 @@ def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directio
 
 
 def only_stacks(conversion: Any) -> bool:
-    """True if a conversion only stacks numbered tensors, perhaps after concatenating several tensors per entry."""
+    """True if a conversion only stacks numbered tensors. Each entry of the stack may be a concatenation."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(conversion, "operations", ())]
     joined = steps == STACKS_JOINED and conversion.operations[1].num_shards_attribute is None
     if not (steps == STACKS or joined) or len(conversion.target_patterns) != 1:
@@ -72,7 +72,7 @@ def only_stacks(conversion: Any) -> bool:
 
 
 def _unescaped(pattern: str) -> str:
-    """The name that a pattern matches, if escaped dots are the pattern's only special characters."""
+    """Convert a pattern to the name that it matches. The pattern may escape dots, and is otherwise plain text."""
     return pattern.replace(r"\.", ".")
 
 

@@ -112,7 +112,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Assign the tensors to files. Return each file's tensors in the order within the file, keyed by file name."""
+    """Assign the tensors to files. Return the tensors of each file, in file order, keyed by file name."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
@@ -169,7 +169,7 @@ class _Writer:
             os.rename(self.temporary / f"part-{file}", self.temporary / file)
 
     def publish(self) -> None:
-        """On rank 0, write the files without weights, and give the folder its final name if all weights files exist."""
+        """On rank 0, write the files without weights. If all weights files exist, give the folder its final name."""
         if self.rank != 0:
             return
         temporary, folder = self.temporary, self.folder

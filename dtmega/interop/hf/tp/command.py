@@ -83,7 +83,7 @@ def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
             f"'{model.config.model_type}' has no experts that transformers can compute on other ranks, expected a "
             f"mixture (--ep)"
         )
-    # The clone may have another number of experts than the model.
+    # The clone and the model may have different numbers of experts.
     for experts in experts_of(model):
         check_divisible(experts, mesh.size())
     return verify(model, mesh, divided, own_batches=True)

@@ -25,7 +25,7 @@ from dtmega.plans.base import Style, computing_on, local_part
 class Experts(Style):
     """Style of a module with E experts and parameters [E, ...]. Each rank gets E / tp experts.
 
-    The module's inputs are tokens [N, D], each token's expert indices [N, k], and their routing weights [N, k].
+    The module's inputs are tokens [N, D], each token's expert indices [N, k], and the experts' routing weights [N, k].
     """
 
     cost = ("all-reduce, backward two all-reduces", "")

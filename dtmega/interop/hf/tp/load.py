@@ -80,7 +80,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
     """The stored tensors under the model's names. Each tensor is stored whole or as several components.
 
     Args:
-        files: the directory's files.
+        files: safetensors files of one directory.
         keys: map from each tensor's or component's name in the model to a key in the files.
         components: rules for assembling parameters from components.
         model: the model, which determines the stored names of components.
@@ -110,7 +110,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
 
 @torch.no_grad()
 def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Read:
-    """Allocate a model that is on meta, and load its parameters from the directory's safetensors.
+    """Allocate a model that is on meta, then load its parameters from the directory's safetensors.
 
     Each rank reads only its own boxes of the tensors.
 
@@ -138,7 +138,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
 
 @torch.no_grad()
 def materialize(model: Any, device: str | torch.device) -> None:
-    """Allocate a model that is on meta, and compute the buffers that no file holds.
+    """Allocate a model that is on meta, then compute the buffers that no file holds.
 
     Ties are kept. Parameters get memory but no values.
     """

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The `Parts` that define `factor` times these logits."""
+        """The `Parts` that define the product of the logits and `factor`."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
         # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.

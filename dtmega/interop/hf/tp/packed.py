@@ -59,7 +59,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """A `Row` style for a linear layer whose input joins `parts` vectors of equal size. tp cuts each vector."""
+    """A `Row` style for a linear layer whose input concatenates `parts` vectors of equal size. tp cuts each vector."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)

@@ -150,7 +150,7 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: cut a small clone of the model by the plan, and compare it with an uncut clone.
+    """Verify transformers' own plan: cut a small clone of the model by the plan and compare it with an uncut clone.
 
     Raises:
         ValueError: the cut clone's results differ from the uncut clone's results.
@@ -215,7 +215,7 @@ def watch_labels(model: nn.Module, head: LogitsHead) -> None:
 
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, which keeps tied weights together."""
+    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, so tied weights stay together."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)

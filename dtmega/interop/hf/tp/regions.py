@@ -50,7 +50,7 @@ class EnterHeads(Enter):
             output.
         alibi: name of the keyword argument with each head's biases, [B H, 1, S] or [H, 1, S]; each rank selects the
             biases of its own heads. `divide[0]` then names the attribute that counts the heads.
-        divide: names of attributes with the head or feature counts that shape views; each count is divided by tp.
+        divide: names of attributes that count heads or features; each count is divided by tp.
         set: new value of each attribute, keyed by attribute name.
     """
 
@@ -90,7 +90,7 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 
 
 class StackBoundary(ParallelStyle):
-    """Style of a stack's first and last block: the sequence is cut before the first block and gathered after the last.
+    """Style of a stack's first and last block: the first block cuts the sequence, and the last block gathers it.
 
     The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
 

@@ -52,7 +52,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output` style: cuts a linear layer by output features, and gathers the output."""
+    """transformers' `colwise_gather_output` style: cuts a linear layer by output features and gathers the output."""
 
     def __init__(self) -> None:
         super().__init__(Stack())

@@ -43,9 +43,9 @@ class _Sizes(NamedTuple):
 def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
     """A config like `config`, but with two layers (or one layer of each kind), few small heads, and no dropout.
 
-    The new config keeps everything that affects how tp cuts: whether there are fewer kv heads than query heads or
-    ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. Each
-    rank gets two heads and two experts, so that a wrong order of heads or experts changes the results.
+    The new config keeps everything that affects how tp cuts the model: whether there are fewer kv heads than query
+    heads or ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention.
+    Each rank gets two heads and two experts, so that a wrong order of heads or experts changes the results.
 
     Args:
         config: the large model's config, which is not changed.
@@ -137,7 +137,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
 
 
 def _put_tokens(config: Any, new: Any) -> None:
-    """Replace the special tokens' ids by ids that are in the small vocabulary."""
+    """Replace the special tokens' ids with ids that are in the small vocabulary."""
     for key, value in TOKENS.items():
         if getattr(config, key, None) is not None:
             setattr(new, key, value)
@@ -220,7 +220,7 @@ def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> T
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward, and return a loss and the output from which the loss is computed.
+    """Run a forward pass. Return a loss, and the output from which the loss is computed.
 
     Returns:
         (loss, logits) if the batch has labels; otherwise (a random linear function of the hidden states, the hidden

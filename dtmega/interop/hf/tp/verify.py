@@ -1,4 +1,4 @@
-"""Verifies a plan: cuts a small clone of the model, and compares loss, logits and gradients with an uncut clone.
+"""Verifies a plan: cuts a small clone of the model and compares its loss, logits and gradients with an uncut clone's.
 
 A plausible plan can be wrong without raising any error. For example, gradients of per-head norms may not be summed, a
 view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be cut in the wrong
@@ -25,7 +25,7 @@ TOLERANCE = 2e-5  # in fp32, correct plans deviate by 1e-6 to 1e-8, and known wr
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a clone cut over ranks with an uncut clone. Print the object to see a table.
+    """The result of a comparison between a cut clone and an uncut clone. Print the object to see a table.
 
     Attributes:
         errors: relative deviations from the uncut clone, keyed by (case, tensor name); each value is the maximum over
@@ -67,8 +67,8 @@ def verify(
             used.
         mesh: mesh over which the clone is cut.
         parallelize: function that cuts the clone.
-        own_batches: whether each rank has a batch of its own, as with ep. Then the gradients of cut tensors are sums
-            over the batches of all ranks.
+        own_batches: whether each rank has its own batch, as with ep; if so, the gradients of cut tensors are sums over
+            the batches of all ranks.
 
     Raises:
         ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
@@ -115,7 +115,7 @@ def _classes(model: nn.Module) -> set[str]:
 def deviations(
     ours: Any, truth: Any, inputs: dict[str, Tensor], summed_over: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Run forward and backward in both models, and compare loss, logits and every gradient.
+    """Run forward and backward in both models and compare loss, logits and every gradient.
 
     Args:
         ours: the cut model.

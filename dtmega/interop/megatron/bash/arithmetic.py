@@ -26,7 +26,7 @@ def evaluate(text: str, read: Callable[[str], str], write: Callable[[str, str], 
 
     Args:
         text: the expression.
-        read: function that returns a variable's text (itself an expression), or raises NotKnown.
+        read: function that returns a variable's text (itself an expression) or raises NotKnown.
         write: function that sets a variable, given its name and its new text.
         depth: nesting depth of this expression inside other expressions; 0 at the top level.
 
@@ -62,7 +62,7 @@ class _Parser:
         self._advance()
 
     def _advance(self) -> str:
-        """Consume the current token, and return it."""
+        """Consume the current token and return it."""
         before = self.token
         rest = self._text[self._at :]
         match = TOKEN.match(self._text, self._at)

@@ -25,7 +25,7 @@ class Assignments(Shell):
         return Flow.NEXT
 
     def _assign(self, node: Node) -> str:
-        """Carry out an assignment, and return the variable's name."""
+        """Carry out an assignment and return the variable's name."""
         expander = self.expander()
         target = node.child_by_field_name("name")
         value_node = node.child_by_field_name("value")
@@ -56,7 +56,7 @@ class Assignments(Shell):
         return name
 
     def _items(self, node: Node, items: dict[str, Word]) -> dict[str, Word]:
-        """Evaluate an array such as `(a b [5]=c)`, and return its items keyed by index.
+        """Evaluate an array such as `(a b [5]=c)` and return its items keyed by index.
 
         Args:
             node: node of the array.

@@ -122,7 +122,7 @@ def _compared(operator: str, left: Word, right: Word, expander: Expander, *, is_
         return one != other
     if operator in ("<", ">"):
         return one < other if operator == "<" else one > other
-    return None  # the operator matches a regular expression, or compares the ages of two files
+    return None  # the operator matches a regular expression or compares the ages of two files
 
 
 def _number(text: str, expander: Expander, *, is_double: bool) -> int | None:

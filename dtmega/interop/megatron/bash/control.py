@@ -49,7 +49,7 @@ class Control(Shell):
             condition: description of the condition, for messages.
             first: function that follows the branch for a true condition.
             second: function that follows the branch for a false condition.
-            held: value of the condition; None if the last command's status is the condition's value.
+            held: value of the condition; if None, the last command's status is used.
         """
         value = self.scope.status if held is None else held
         if value is not None:

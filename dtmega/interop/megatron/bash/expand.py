@@ -117,7 +117,7 @@ class Expander:
         self.scope.assign(name, (Text(value, 0),))
 
     def _add(self, node: Node, fields: Fields) -> None:
-        """Expand a node, and add the result to `fields`."""
+        """Expand a node and add the result to `fields`."""
         kind = node.type
         if kind in ("concatenation", "brace_expression", "word") and BRACE_LIST.search(self._unquoted(node)):
             self._add_range(node, fields)
@@ -174,7 +174,7 @@ class Expander:
         return parts
 
     def _span_with_quotes(self, parent: Node, start: int, stop: int) -> Word:
-        """Expand the text between two offsets, and remove double quotes around parts of the text."""
+        """Expand the text between two offsets and remove double quotes around parts of the text."""
         return joined(self._parts(parent, start, stop, unescaped_in_quotes, (*EXPANSIONS, "string")))
 
     def _quoted(self, node: Node) -> Word:
@@ -228,7 +228,7 @@ class Expander:
         return self.unknown(node)
 
     def _cause(self, word: Word) -> tuple[str, str]:
-        """The variables and the condition that make a value unknown, as (names, condition). Either text may be ''."""
+        """The variables and the condition that make a value unknown, as (names, condition). Either string may be ''."""
         for piece in word:
             if isinstance(piece, Unknown):
                 return piece.name, piece.condition

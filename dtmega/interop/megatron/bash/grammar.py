@@ -1,4 +1,4 @@
-"""Parse text with the bash grammar, and map each piece of the text to its line in the script."""
+"""Parse text with the bash grammar and map each piece of the text to its line in the script."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Redirections(Control):
     """A shell that follows pipelines, and statements with redirected input or output."""
 
     def redirected(self, node: Node) -> Flow:
-        """Follow a command that reads from a file or a here-document, or writes to a file."""
+        """Follow a command with redirected input or output, such as `< FILE`, `> FILE` or a here-document."""
         expander = self.expander()
         body = node.child_by_field_name("body")
         target: str | None = None

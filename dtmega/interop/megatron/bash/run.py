@@ -1,4 +1,4 @@
-"""Follow a script's statements, and collect the commands that the script would run.
+"""Follow a script's statements and collect the commands that the script would run.
 
 Nothing is executed. If the value of a condition is unknown, both branches are followed, and variables that differ
 between the branches become unknown. A branch that ends in `exit` does not affect later statements. `Undecided` is
@@ -35,7 +35,7 @@ def launches(
 
     Args:
         text: text of the script.
-        wanted: function that returns True for the words of a command to collect.
+        wanted: function that receives a command's words, and returns True if the command is to be collected.
         folder: folder of the script, below which files may be read; None if nothing may be read.
         given: values of the script's environment variables, keyed by name. The names `1`, `2`, ... stand for the
             script's arguments, and `#` for the number of arguments.

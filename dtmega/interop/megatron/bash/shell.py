@@ -54,7 +54,7 @@ class Shell:
     """Base class for the shell that follows a script; subclasses implement the statements.
 
     Attributes:
-        wanted: function that returns True for the words of a command to collect.
+        wanted: function that receives a command's words, and returns True if the command is to be collected.
         folder: folder of the script; None if nothing may be read.
         given: values that the user gives to variables, keyed by variable name.
         found: commands collected so far.
@@ -133,10 +133,10 @@ class Shell:
         return Expander(self.source, self.scope, self._substitution)
 
     def spend(self, word: Word) -> Word:
-        """Add a word's length to the script's total, and return the word.
+        """Count a word's characters toward the script's limit and return the word.
 
         Raises:
-            ValueError: the total is above MOST_TEXT.
+            ValueError: the script exceeds MOST_TEXT characters.
         """
         self._n_characters += sum(len(piece.text) for piece in word)
         if self._n_characters > MOST_TEXT:
@@ -196,7 +196,7 @@ class Shell:
             return None
 
     def path_of(self, word: Word) -> str | None:
-        """Convert a word to a path, inserting the paths of unknown pieces; None if one of these paths is not known."""
+        """Convert a word to a path; None if the word has an unknown piece without a path."""
         parts: list[str] = []
         for piece in word:
             if isinstance(piece, Unknown) and not piece.path:

@@ -75,7 +75,7 @@ def unknowns(words: Iterable[Word]) -> list[Unknown]:
 
 
 def joined(words: Iterable[Word]) -> Word:
-    """Join words into one word, and merge adjacent known pieces from the same line.
+    """Join words into one word and merge adjacent known pieces from the same line.
 
     Raises:
         ValueError: the word is longer than LONGEST.

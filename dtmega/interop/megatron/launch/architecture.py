@@ -1,4 +1,4 @@
-"""Choose the family of a command's model, and set the [model] keys that depend on several flags."""
+"""Choose the family of a command's model and set the [model] keys that depend on several flags."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
 
 
 def _positions_flag(draft: Draft) -> str:
-    """The flag that selects the command's positions."""
+    """The flag that selects the command's position embedding."""
     names = ("--use-rotary-position-embeddings", "--no-position-embedding", "--position-embedding-type")
     return next((name for name in names if name in draft.command.values), names[-1])
 
@@ -213,7 +213,7 @@ def _set_gated_width(draft: Draft) -> None:
 
 
 def _set_llama(draft: Draft) -> None:
-    """Set the keys of a llama or moe, and refuse flags that do not fit a llama."""
+    """Refuse flags that do not fit a llama, and set the keys of a llama or moe."""
     if draft.has("swiglu"):
         _set_gated_width(draft)
     else:

@@ -1,4 +1,4 @@
-"""Find a Megatron command in a launch script or a line of text, and group the command's words by flag."""
+"""Find a Megatron command in a launch script or a line of text, then group the command's words by flag."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def is_training(words: Sequence[Word]) -> bool:
 
 
 def _script(word: Word) -> str:
-    """The name of the training script in a word, without `.py`; '' if the word has no training script."""
+    """The name of the training script in a word, without `.py`; '' if the word names no training script."""
     text = written(word)
     match = SCRIPT.search(text)
     return match[1] if match and "=" not in text else ""
@@ -120,7 +120,7 @@ def _different(launches: Sequence[run.Launch]) -> list[run.Launch]:
 
 
 def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
-    """The contents of each JSON file that the command names, if the script's folder has the file, keyed by path."""
+    """Read the JSON files that the command names, keyed by path. Files outside the script's folder are left out."""
     files: dict[str, str] = {}
     for word in launch.words:
         path = written(word)
@@ -143,7 +143,7 @@ def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> C
     unknown: dict[str, Unknown] = {}
     names: dict[str, str] = {}
     flag = ""  # the last flag
-    room = 0  # number of values that the last flag can still take; MANY (a negative number) means no limit
+    room = 0  # number of values that the last flag still accepts; MANY (a negative number) means no limit
     for word in words[first + 1 :]:
         text = written(word)
         owner = flag

@@ -98,7 +98,7 @@ class Draft:
         self.open[flag] = Open(f"{name} {values}".strip(), line, reason)
 
     def lack(self, key: str, reason: str, flag: str = "") -> None:
-        """Leave it to the user to set a key.
+        """Leave a key for the user to set.
 
         Args:
             key: name of the key, as "section.key".
@@ -113,7 +113,7 @@ class Draft:
             self.open[key] = Open(f"[{section}] {name}", 0, reason)
 
     def set_numbers(self, key: str, texts: Sequence[str], flag: str) -> None:
-        """Set a key to a list of numbers, or leave the key to the user if a string is not a number."""
+        """Set a key to a list of numbers. If a string is not a number, leave the key for the user to set."""
         numbers = [as_number(text) for text in texts]
         if self.unknown(flag) or None in numbers:
             self.lack(key, self.unknown(flag) or "expected numbers", flag)
