@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Compute the queries of all heads before the rotation, [B, S, H K]."""
+        """Compute the unrotated queries of all heads, [B, S, H K]."""
         if self.q is not None:
             return self.q(x)
         assert self.q_down is not None

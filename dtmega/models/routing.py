@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     log_z: Tensor
 
     def without(self, dropped: Tensor) -> Routing:
-        """Return the routing in which each dropped pair has the weight 0 and the number E, which no expert has.
+        """Return a routing in which each dropped pair has weight 0 and expert number E, which stands for no expert.
 
         The weights of a token's remaining experts do not change.
 
@@ -165,7 +165,7 @@ class Router(nn.Module):
     Attributes:
         weight: matrix that computes the experts' logits from the hidden state, [E, D].
         bias: number that is added to each expert's score in the choice, but not in the weights, [E] fp32; None if the
-            router has no bias. Training adjusts the bias without a gradient to even out the load (arXiv:2408.15664).
+            router has no bias. To even out the load, training adjusts the bias without a gradient (arXiv:2408.15664).
         steered: whether a bias or groups affect the choice, so that tokens may not use the experts with the largest
             scores.
     """

@@ -96,7 +96,7 @@ def filled(
             ids (`Sampling.settle`).
 
     Raises:
-        ValueError: the prompt has no mask, or has more tokens than the model has positions for.
+        ValueError: the prompt has no mask or has more tokens than the model has positions for.
     """
     tokens, masks = masked(tokenizer, prompt)
     longest = (model.longest or sys.maxsize) // multiple * multiple
@@ -205,7 +205,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 
 
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """Number of each sentinel in a decoder's answer -> token ids that follow the sentinel.
+    """Map the number of each sentinel in a decoder's answer to the token ids that follow the sentinel.
 
     Tokens before the first sentinel, which a barely trained model may produce, count as part of span number `first`.
     """

@@ -190,9 +190,8 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
-        # from each input of the stage. This search would make two gradients wrong: the gradient of the decoder's
-        # embedding, which depends on no input of its stage, and the gradient of the table of relative positions, which
-        # all layers share.
+        # from each input of the stage. This search would make the gradients of two weights wrong: the decoder's
+        # embedding does not depend on any input of its stage, and all layers share the table of relative positions.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"

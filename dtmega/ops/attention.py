@@ -153,7 +153,7 @@ def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
-    """Compute attention by `_ByChunks`, whose kernel needs values that are as wide as keys."""
+    """Compute attention with `_ByChunks`. Its kernel needs values as wide as keys, so narrower values are padded."""
     wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
     return out[..., : v.shape[-1]]

@@ -169,8 +169,8 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
     seen: set[str] = set()
-    # A crafted pickle may put one dict in many places, and `walk` would visit each place. So limit the number of
-    # entries: an honest file has fewer entries than pickle bytes.
+    # A malicious pickle may refer to one dict from many places, and `walk` would visit each place. So limit the number
+    # of entries: in a valid file, the pickle has more bytes than entries.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:

@@ -103,7 +103,7 @@ class SavedFile:
             names: classes and functions that the pickle may refer to besides NAMES, each as "module qualname".
 
         Raises:
-            ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The message
+            ValueError: the file does not exist, was not written by torch.save, or is damaged or malicious. The message
                 names the path.
         """
         self.path = path

@@ -113,7 +113,7 @@ def check_new(folder: Path) -> None:
     """Check that a checkpoint can be written to a folder.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        ValueError: the folder is not empty or is a file.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; expected a new folder, or an empty one (--to)")
@@ -180,7 +180,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
 
 
 def _depth(source: Source, stack: str) -> int:
-    """The number of layers of a stack; 0 if the model has no such stack."""
+    """The number of layers in a stack; 0 if the model has no such stack."""
     return len({name.split(".")[2] for name in source.tensors if name.startswith(f"{stack}.layers.")})
 
 

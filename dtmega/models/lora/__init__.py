@@ -52,7 +52,7 @@ def is_adapter(name: str) -> bool:
 
 
 def attach(model: Model, lora: config.Lora) -> None:
-    """Give each target layer an adapter, and freeze all other parameters. The model is changed in place.
+    """Give each target layer an adapter and freeze all other parameters. The model is changed in place.
 
     Call this function on a whole model on the meta device, before the model is cut into stages.
 
@@ -64,7 +64,7 @@ def attach(model: Model, lora: config.Lora) -> None:
         ValueError: a pattern matches no linear layer of the blocks.
     """
     dtype = getattr(torch, lora.base)
-    frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> frozen parameter, so that ties are kept
+    frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> its single frozen copy, so that ties are kept
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in frozen:
@@ -130,7 +130,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
-    """The reason why a pattern matches no linear layer of the blocks."""
+    """The reason why a pattern matches no linear layer in the blocks."""
     for name, module in model.named_modules():
         name = model.full_name(name)
         if not name or not _matches(name, pattern):
