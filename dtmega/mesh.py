@@ -144,7 +144,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
+    """The rank of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 

@@ -73,7 +73,7 @@ def capacity_of(
     Args:
         cfg: sizes and capacity factor of the model.
         counts: flag for each token, [B, S / cp] bool; True if the token counts.
-        document: number of each token's document, [B, S / cp] int64.
+        document: index of each token's document in the microbatch, [B, S / cp] int64.
         length: number of tokens that count in each document, [documents] fp32.
         context: ranks that share the sequences; if given, the tokens are this rank's part of the sequences.
     """

@@ -149,7 +149,7 @@ def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """A permutation of rows. Backward applies the inverse permutationby indexing."""
+    """A permutation of rows. Backward applies the inverse permutation by indexing, so no sums are needed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

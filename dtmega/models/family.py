@@ -94,7 +94,7 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Make a small model that tp cuts like the configured model, on the default device. Return (config, model)."""
+        """Make, on the default device, a small model that tp cuts like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:

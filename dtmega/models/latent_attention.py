@@ -77,8 +77,8 @@ class LatentAttention(nn.Module):
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x, [B, S, H, P], in which each pair consists of adjacent channels.
+    """Rotate x, [B, S, H, P]. Each rotated pair consists of adjacent channels.
 
-    In the result, the first channels of all pairs come before the second channels.
+    In the result, the first channels of all pairs come before all second channels.
     """
     return rotation(torch.cat([x[..., 0::2], x[..., 1::2]], -1))

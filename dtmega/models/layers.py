@@ -141,13 +141,13 @@ class FusedAttention(nn.Module):
         return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
 
     def unseen(self) -> dict[str, Tensor]:
-        """The unseen elements of the fused bias (its key rows): bias name -> bool mask [3 D] (`Model.unseen`)."""
+        """The unseen elements of the fused bias, i.e. its key rows: bias name -> bool mask [3 D] (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
-    """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
+    """GELU (arXiv:1606.08415): `erf` is the exact form, and `tanh` is the paper's approximation."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
         # Replace the tanh with a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

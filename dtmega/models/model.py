@@ -115,7 +115,7 @@ class Model(nn.Module):
         return []
 
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
-        """Return True if attention may use a fused kernel in this forward.
+        """Return True if attention may use a fused kernel in this forward pass.
 
         A fused kernel is compiled again for each length and does not support keyed dropout masks. Forward passes
         without labels mostly generate text, where each new token changes the length. A fused kernel is therefore used

@@ -121,7 +121,7 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """Return the list of a prompt's token ids, enclosed in [CLS] and [SEP], and the masks' indices in the list.
+    """Return a prompt's token ids, preceded by [CLS] and followed by [SEP], and the index of each mask in that list.
 
     Raises:
         ValueError: the prompt has no mask.
@@ -172,7 +172,7 @@ def answered(
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training, the encoder's text ends with the end token, except with separate spans (`data/objectives/rows.py`).
+    # In training, the encoder's text ends with the end token, unless spans are separate (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)

@@ -37,7 +37,7 @@ from dtmega.ops.shared_rule import SharedRule, shared_rule
 
 # Approximate number of queries in a chunk. With fewer than 192 queries, torch's CPU kernel uses its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
-N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
+N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the remaining fields are settings
 
 
 class Chunk(NamedTuple):
@@ -190,7 +190,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # Index `zero` is for distance 0, and index `at` for the distance from the chunk's last query to its first key.
+        # `zero` is the index of distance 0; `at` is the index of the distance from the last query to the first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)

@@ -189,7 +189,7 @@ class _Gradients:
             self._dbias += dlogits.sum(dim=0, dtype=self._dbias.dtype)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of h, of the weight in `dtype`, and of the bias (still in fp32)."""
+        """The gradients of h, of the weight (rounded to `dtype`) and of the bias (still in fp32)."""
         if self._products is not None:
             self._dweight = self._products.finish(dtype)
         return self._dh, self._dweight, self._dbias

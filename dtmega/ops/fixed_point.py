@@ -74,7 +74,7 @@ class Grid(NamedTuple):
                 seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
-        """Convert the sums in `total`, contiguous int64, to fp32 in `out`, a contiguous tensor of the same shape."""
+        """Convert the int64 sums in `total` to fp32 in `out`. Both tensors are contiguous and have the same shape."""
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))

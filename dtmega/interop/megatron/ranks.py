@@ -260,7 +260,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
-    """The number of a stack's layers in a chunk.
+    """The number of layers that a chunk holds in one stack.
 
     Raises:
         ValueError: the layers are not numbered from 0 without gaps.
@@ -329,7 +329,7 @@ def _todays_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) 
     Only a fused QKV from a checkpoint older than version 2 is reordered. Any other part is returned unchanged.
 
     Args:
-        part: the part of a tensor.
+        part: part of a tensor.
         name: name of the tensor in the whole model.
         version: checkpoint version of the file.
         n_heads: number of attention heads of the whole model.

@@ -145,7 +145,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
         steps: update counts from the earlier ranks, without duplicates.
         file: the data rank's file.
         tp: index of the tensor-parallel rank.
-        n_layers: number of the model's layers.
+        n_layers: number of layers in the model.
         n_data: number of data ranks, according to the file names.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")

@@ -51,7 +51,7 @@ class DCPFolder:
     """The tensors of a DCP folder, as a `Source`.
 
     Attributes:
-        path: the folder.
+        path: path of the folder.
         tensors: dtype and full shape of each tensor, keyed by tensor name.
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
@@ -65,7 +65,7 @@ class DCPFolder:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.others: list[str] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._checked: dict[_Item, SavedTensor] = {}  # chunks that were opened, with correct checksums
+        self._checked: dict[_Item, SavedTensor] = {}  # opened chunks, whose checksums were correct
         file = self.path / ".metadata"
         with regular_file(file) as (fd, n_bytes):
             if n_bytes > MAX_METADATA_BYTES:
@@ -157,7 +157,7 @@ class DCPFolder:
 
         Args:
             name: name of the tensor, for messages.
-            part: range (start, stop) in each dim, counted from the chunk's first element.
+            part: range (start, stop) to read in each dim, counted from the chunk's first element.
         """
         file, start, length = chunk.item
         with regular_file(self.path / file, f"'{name}' at byte {start}: ") as (fd, _):

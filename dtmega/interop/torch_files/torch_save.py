@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """List the records, keyed by name, of the zip archive of `length` bytes that begins at byte `start` of a file.
+    """List the records of a zip archive, keyed by name. The archive is the range of `length` bytes from byte `start`.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.

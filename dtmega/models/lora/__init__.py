@@ -3,7 +3,7 @@
 An adapter consists of three attributes of the linear layer's module:
 
     lora_a      A, [r, in]
-    lora_b      B, [out, r]; zero at first, so that the model begins as its base
+    lora_b      B, [out, r]; zero at first, so that the adapter has no effect yet
     lora_scale  alpha / r
 
 All code that cuts, gathers, saves or copies the layer's parameters therefore handles the adapter too.
@@ -61,7 +61,7 @@ def attach(model: Model, lora: config.Lora) -> None:
         lora: [lora] section of the configuration, which must set `rank`.
 
     Raises:
-        ValueError: a pattern matches no linear layer of the blocks.
+        ValueError: a pattern matches no linear layer in the blocks.
     """
     dtype = getattr(torch, lora.base)
     frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> its single frozen copy, so that ties are kept
@@ -111,7 +111,7 @@ def targets(model: Model, patterns: str | Sequence[str]) -> dict[str, Linear]:
         patterns: value of [lora] targets. A pattern matches a layer's whole name, or the part of the name after a dot.
 
     Raises:
-        ValueError: a pattern matches no linear layer of the blocks.
+        ValueError: a pattern matches no linear layer in the blocks.
     """
     known = linears(model)
     if patterns == LINEARS:

@@ -148,7 +148,7 @@ def attention_cpu_backward(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v from the output's gradient and the other results of `attention_cpu`."""
+    """Compute the gradients of q, k and v from the output's gradient; `log_sums` and `kept` come from the forward."""
     rule = AttentionRule(
         query_places,
         key_places,
@@ -352,7 +352,7 @@ class _Scratch:
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Views of the tensors in the shape of the scores of q and k, [rows, heads, C, keys]."""
+        """Views of the tensors in the shape of the scores q k^T, [rows, heads, C, keys]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors

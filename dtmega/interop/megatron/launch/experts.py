@@ -125,7 +125,7 @@ def _set_shared_experts(draft: Draft) -> None:
 
 
 def _set_weights(draft: Draft) -> None:
-    """Set the kind of expert scores, and whether a token's weights are normalized.
+    """Set the kind of expert scores, and whether to normalize each token's weights.
 
     The softmax of the k largest logits equals the k largest values of the softmax of all logits, divided by their sum.
     With --moe-router-pre-softmax, Megatron does not divide by the sum. Sigmoids are always divided by their sum, unless

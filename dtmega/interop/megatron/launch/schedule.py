@@ -118,8 +118,7 @@ def _set_warmup(draft: Draft, unit: str) -> None:
     if warmups:
         _set_amount(draft, f"lr-warmup-{warmups[-1]}", "optim.warmup", warmups[-1], unit)
         if draft.has("lr-warmup-fraction"):
-            # The warm-up fraction takes precedence, because Megatron's optimizer_param_scheduler checks the fraction
-            # first.
+            # The warm-up fraction takes precedence: Megatron's optimizer_param_scheduler checks this fraction first.
             draft.keys.pop("optim.warmup", None)
             draft.refuse(f"--lr-warmup-{warmups[-1]}", "--lr-warmup-fraction is read in its place")
 

@@ -72,7 +72,7 @@ def translate_known_model(
     """Translate a command, without the layout, for a model that is already known.
 
     Args:
-        found: the command.
+        found: command to translate.
         known: values keyed by "section.key". [model] gets only these values; in other sections, these values replace
             the values from the flags.
         title: first line of the text, a comment.
