@@ -94,7 +94,7 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Make, on the default device, a small model that tp cuts like the configured model. Return (config, model)."""
+        """Make a small model on the default device, for tp to cut like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:

@@ -214,8 +214,8 @@ def token_losses(
         logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
-        gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
-            the memory of `logits`; None for no derivatives. Padding columns are never read and get the gradient 0.
+        gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local]; may be the
+            same tensor as `logits`; None for no derivatives. Padding columns are never read and get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
         weights: factor of each loss, [N] fp32; None if all factors are 1.
     """

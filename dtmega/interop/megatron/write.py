@@ -3,9 +3,9 @@
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1 (mp_rank_01_000 for its stage 0 if pp > 1)
 
-The folder is a release, because Megatron's loader exits if the folder of a numbered iteration lacks the states of the
-optimizer and of the random number generators. The loader also compares each file's model and layout arguments with the
-loading run's arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
+The folder is a release, because Megatron's loader exits if a numbered iteration lacks the states of the optimizer and
+the random number generators. The loader also compares each file's model and layout arguments with the loading run's
+arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class _Scratch:
     Args:
         q, k: queries and keys of all chunks.
         chunks: all chunks of queries.
-        n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
+        n: number of tensors to allocate, each in the dtype of q and large enough for one part's scores.
         kept: memory for one additional tensor per part; empty if there is no additional tensor. Each part gets its own
             section of this memory, in the order of the parts.
     """
