@@ -120,7 +120,7 @@ class World:
         return group
 
     def at_place(self) -> dist.ProcessGroup:
-        """The group of all ranks at this process's place in the pipelines, in the order of AXES.
+        """The group of all ranks at this process's place in the pipelines. The ranks are in the order of AXES.
 
         If no existing group has exactly these ranks, the method makes the group and adds it to `groups`. All processes
         must call this method together.
@@ -138,13 +138,13 @@ def world_size() -> int:
     """The number of processes: the size of the process group if it exists, otherwise WORLD_SIZE (1 if not set).
 
     Raises:
-        ValueError: the launcher's RANK or WORLD_SIZE is not a number, or is out of range.
+        ValueError: the launcher's RANK or WORLD_SIZE is not a number or is out of range.
     """
     return dist.get_world_size() if dist.is_initialized() else rank_and_size()[1]
 
 
 def rank() -> int:
-    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
+    """The rank of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
@@ -332,7 +332,7 @@ def make_groups(
     Raises:
         ValueError: the ranks made different numbers of groups before this call.
     """
-    # One all-reduce finds the largest and (negated) the smallest number of groups that any rank has made.
+    # One all-reduce finds the largest and, by negation, the smallest number of groups that any rank has made.
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
@@ -351,7 +351,7 @@ def make_groups(
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make the group for the list that contains this process. A process that is in no list gets a group of its own.
+    """Make the group for the list of ranks that contains this process, or a group of one if no list contains it.
 
     All processes must call this function.
     """
@@ -395,7 +395,7 @@ def store() -> Store:
 
 def stop() -> None:
     """Destroy the process group. All ranks must call this function together."""
-    # Free tensors with pending work first, or gloo aborts at exit.
+    # Free tensors with pending work first; otherwise gloo aborts at exit.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -27,7 +27,8 @@ from dtmega.ops.context_parallel import ContextParallel
 class Capacity(NamedTuple):
     """The maximum number of pairs that each expert takes from each document of a microbatch.
 
-    Under cp, every rank finds the late pairs of the whole sequences, so that late pairs do not depend on the layout.
+    Under cp, every rank finds the pairs over the limit in the whole sequences, so that the layout does not change which
+    pairs are dropped.
 
     Attributes:
         document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens
@@ -72,7 +73,7 @@ def capacity_of(
     Args:
         cfg: sizes and capacity factor of the model.
         counts: flag for each token, [B, S / cp] bool; True if the token counts.
-        document: number of each token's document, [B, S / cp] int64.
+        document: index of each token's document in the microbatch, [B, S / cp] int64.
         length: number of tokens that count in each document, [documents] fp32.
         context: ranks that share the sequences; if given, the tokens are this rank's part of the sequences.
     """
@@ -80,7 +81,7 @@ def capacity_of(
     document = document.masked_fill(~counts, n_documents)
     if context is not None:
         document = context.whole(document, balanced=True)
-    # Compute with integers: a product of floats may lie just above the exact integer, and would be rounded up.
+    # Compute with integers: a product of floats may lie just above the exact integer and would then be rounded up.
     share = share_of(cfg)
     limit = -(-length.long() * share.numerator // share.denominator)
     without_limit = document.new_full((1,), document.numel())

@@ -14,8 +14,8 @@ from dtmega.ops.cost import Piece
 def pieces(whole: Model) -> list[Piece]:
     """List a whole model's pieces with their costs, in the pipeline's order.
 
-    A frozen weight needs no matrix product for its own gradient. The gradient of its input needs no product either,
-    unless an earlier weight is trained.
+    A frozen weight needs no matrix product for its own gradient. The gradient of the weight's input needs no product
+    either, unless an earlier weight is trained.
     """
     seen = set[int]()
     has_backward = False

@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_experts, hidden_size, ffn))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Apply each token's experts to the token, and return the weighted sum of the experts' results.
+        """Apply each token's experts to the token and return the weighted sum of the experts' results.
 
         Args:
             x: activations, [B, S, D].
@@ -149,7 +149,7 @@ def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """A permutation of rows. Backward applies the inverse permutation, by indexing without sums."""
+    """A permutation of rows. Backward applies the inverse permutation by indexing, so no sums are needed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The interface of a model family, and the checks that all families share.
 
-families.py has one record for each family, and is the only file that contains the families' names.
+families.py has one record for each family and is the only file that contains the families' names.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Family(Protocol):
         ...
 
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
-        """Complete a checkpoint's [model] section again, from the current content of the model's directory.
+        """Update a checkpoint's [model] section from the current contents of the model's directory.
 
         Args:
             model: [model] section that the checkpoint stores.
             trained: result of `digest` when the model was trained; '' if the digest is not known.
 
         Raises:
-            ValueError: the directory no longer exists, or its configuration has changed since training.
+            ValueError: the directory no longer exists or its configuration has changed since training.
         """
         ...
 
@@ -94,7 +94,7 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Make, on the default device, a small model that tp cuts like the configured model. Return (config, model)."""
+        """Make a small model on the default device, for tp to cut like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
@@ -145,7 +145,7 @@ class Family(Protocol):
         """The weights that a new run starts with, under dtmega's names; None if initial values come from the seed.
 
         Raises:
-            ValueError: the folder that [model] init_from or path names has no usable weights, or has the weights of a
+            ValueError: the folder that [model] init_from or path names has no usable weights or has the weights of a
                 different model.
             Damaged: [model] init_from names a checkpoint that is not intact.
         """
@@ -160,10 +160,10 @@ class Family(Protocol):
         ...
 
     def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[Any, list[str]]:
-        """Find the given layers' counterparts in the transformers model, and list the names of all its modules.
+        """Find the given layers' counterparts in the transformers model and list the names of all its modules.
 
         Raises:
-            ValueError: transformers joins several of the layers into one layer, or does not have this model.
+            ValueError: transformers joins several of the layers into one layer or does not have this model.
         """
         ...
 

@@ -123,7 +123,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
     def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-        """Run the model on only the new tokens, padded on the left, and return the next tokens' logits [B, V]."""
+        """Run the model on the new tokens only, padded on the left, and return the next tokens' logits [B, V]."""
         new = _new_to_model(texts, cache, device)
         places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
@@ -158,7 +158,7 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
         pad_id: token that pads the encoder's text; no other token attends to the padding.
 
     Raises:
-        ValueError: the list of tokens is empty, or has more tokens than the model has positions for.
+        ValueError: the list of tokens is empty or has more tokens than the model has positions for.
     """
     longest = _longest(model, tokens, sampling.multiple, answer_is_separate=True)
     device = next(model.parameters()).device

@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Compute the queries of all heads before the rotation, [B, S, H K]."""
+        """Compute the unrotated queries of all heads, [B, S, H K]."""
         if self.q is not None:
             return self.q(x)
         assert self.q_down is not None
@@ -77,8 +77,8 @@ class LatentAttention(nn.Module):
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x, [B, S, H, P], in which each pair consists of adjacent channels.
+    """Rotate x, [B, S, H, P]. Each rotated pair consists of adjacent channels.
 
-    In the result, the first channels of all pairs come before the second channels.
+    In the result, the first channels of all pairs come before all second channels.
     """
     return rotation(torch.cat([x[..., 0::2], x[..., 1::2]], -1))

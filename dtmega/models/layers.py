@@ -137,17 +137,17 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def fused(self) -> dict[str, Cut]:
-        """The cut of the fused projection into the matrices of q, k and v (`Model.matrices`)."""
+        """The `Cut` that splits the fused projection's weight into the matrices of q, k and v (`Model.matrices`)."""
         return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
 
     def unseen(self) -> dict[str, Tensor]:
-        """The unseen elements of the fused bias (its key rows): bias name -> bool mask [3 D] (`Model.unseen`)."""
+        """The unseen elements of the fused bias, i.e. its key rows: bias name -> bool mask [3 D] (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
-    """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
+    """GELU (arXiv:1606.08415): `erf` is the exact form, and `tanh` is the paper's approximation."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
         # Replace the tanh with a sigmoid, 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel then takes half the time.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -183,7 +183,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
     def fused(self) -> dict[str, Cut]:
-        """The cut of `up` into the matrices of values and gates (`Model.matrices`)."""
+        """The `Cut` that splits the weight of `up` into its value and gate matrices (`Model.matrices`)."""
         return {} if self.gate is None else {"up.weight": Cut(0, (1, 1))}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class LMHead(nn.Module):
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments for `linear_cross_entropy`."""
-        # Only training adds these terms, so that evaluations of runs with different settings can be compared.
+        # Only training adds smoothing and z-loss, so that evaluations of runs with different settings can be compared.
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
         return {

@@ -1,4 +1,4 @@
-"""A model's sequence lengths and attention heads, and the checks that the mesh can divide both."""
+"""A model's sequence lengths, and checks: the mesh must divide the lengths and the attention heads."""
 
 from __future__ import annotations
 

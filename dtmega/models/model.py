@@ -115,9 +115,9 @@ class Model(nn.Module):
         return []
 
     def may_fuse(self, labels: Tensor | None, attention_dropout: float = 0.0) -> bool:
-        """Return True if attention may use a fused kernel in this forward.
+        """Return True if attention may use a fused kernel in this forward pass.
 
-        A fused kernel is compiled again for each length, and does not support keyed dropout masks. Forward passes
+        A fused kernel is compiled again for each length and does not support keyed dropout masks. Forward passes
         without labels mostly generate text, where each new token changes the length. A fused kernel is therefore used
         only in passes with labels and without attention dropout.
         """
@@ -202,7 +202,7 @@ class Model(nn.Module):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Make the heads that sum a loss over tokens use compiled kernels. Call this method if blocks are compiled."""
+        """Switch all heads that sum a token loss to compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -231,7 +231,7 @@ class Model(nn.Module):
         return self.cfg.init_std
 
     def init_constant(self, name: str) -> float:
-        """The initial value of a parameter without an `init_std`: 0 for biases, 1 for weights of norms."""
+        """The initial value of a parameter without an `init_std`: 0 for biases, 1 for norm weights."""
         return 1.0 if name.endswith("weight") else 0.0
 
     def unseen(self) -> dict[str, Tensor]:
@@ -285,7 +285,7 @@ class Model(nn.Module):
         return None
 
     def after_step(self, counts: Tensor, skipped: bool) -> None:
-        """Process a step's counts over the global batch, and reset the counts of this rank.
+        """Process a step's counts over the global batch and reset the counts of this rank.
 
         Args:
             counts: sum of all ranks' `counts_of_step`.

@@ -57,8 +57,8 @@ class Mixture(nn.Module):
 
         Args:
             x: activations, [B, S, D].
-            texts: tokens that count for the balance and the capacity, grouped by document; None to make no report
-                and apply no capacity.
+            texts: tokens that count for the balance and the capacity, grouped by document; None for neither a report
+                nor a capacity limit.
         """
         routing = self.router(x)
         found = None if texts is None else report(routing, texts, self.has_losses, self.router.steered)

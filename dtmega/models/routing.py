@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     log_z: Tensor
 
     def without(self, dropped: Tensor) -> Routing:
-        """Return the routing in which each dropped pair has the weight 0 and the number E, which no expert has.
+        """Return a routing in which each dropped pair has weight 0 and expert number E, which stands for no expert.
 
         The weights of a token's remaining experts do not change.
 
@@ -53,8 +53,8 @@ class Texts(NamedTuple):
 
     Attributes:
         counts: 1 for a token that counts, otherwise 0, [N] fp32.
-        document: number of each token's document within the microbatch, [N] int64.
-        n_documents: exclusive upper bound of the document numbers.
+        document: index of each token's document in the microbatch, [N] int64.
+        n_documents: exclusive upper bound of the document indices.
         length: number of tokens that count in each document, [n_documents] fp32.
         context: ranks that share the sequences; None if this rank has whole sequences.
         capacity: maximum number of pairs that an expert takes from each document; None if an expert takes all pairs.
@@ -164,8 +164,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: matrix that computes the experts' logits from the hidden state, [E, D].
-        bias: number that is added to each expert's score in the choice, but not in the weights, [E] fp32; None if the
-            router has no bias. Training adjusts the bias without a gradient to even out the load (arXiv:2408.15664).
+        bias: number added to each expert's score when experts are chosen, but not in the weights, [E] fp32; None if the
+            router has no bias. To even out the load, training adjusts the bias without a gradient (arXiv:2408.15664).
         steered: whether a bias or groups affect the choice, so that tokens may not use the experts with the largest
             scores.
     """

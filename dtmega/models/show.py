@@ -96,7 +96,7 @@ def filled(
             ids (`Sampling.settle`).
 
     Raises:
-        ValueError: the prompt has no mask, or has more tokens than the model has positions for.
+        ValueError: the prompt has no mask or has more tokens than the model has positions for.
     """
     tokens, masks = masked(tokenizer, prompt)
     longest = (model.longest or sys.maxsize) // multiple * multiple
@@ -121,7 +121,7 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """Return the list of a prompt's token ids, enclosed in [CLS] and [SEP], and the masks' indices in the list.
+    """Return a prompt's token ids, preceded by [CLS] and followed by [SEP], and the index of each mask in that list.
 
     Raises:
         ValueError: the prompt has no mask.
@@ -172,7 +172,7 @@ def answered(
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training, the encoder's text ends with the end token, except with separate spans (`data/objectives/rows.py`).
+    # In training, the encoder's text ends with the end token, unless spans are separate (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
@@ -205,7 +205,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 
 
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """Number of each sentinel in a decoder's answer -> token ids that follow the sentinel.
+    """Map the number of each sentinel in a decoder's answer to the token ids that follow the sentinel.
 
     Tokens before the first sentinel, which a barely trained model may produce, count as part of span number `first`.
     """

@@ -60,8 +60,8 @@ class Attention(nn.Module):
             sample_ids: global sample indices, [B] int64, which key the dropout masks.
             encoded: encoder's output as the source of keys and values, [B, S, D]; None to compute both from x.
         """
-        # All layers of the decoder read `encoded`. With a separate view for each layer, autograd first adds the
-        # gradients within a layer, and then the sums of all layers, from the last layer to the first. FSDP and
+        # All layers of the decoder read `encoded`. With a separate view for each layer, autograd first sums the
+        # gradients within each layer. Then autograd adds these sums, from the last layer to the first. FSDP and
         # pipelines also add in this order.
         source = x if encoded is None else encoded.view_as(encoded)
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
@@ -190,9 +190,8 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
-        # from each input of the stage. This search would make two gradients wrong: the gradient of the decoder's
-        # embedding, which depends on no input of its stage, and the gradient of the table of relative positions, which
-        # all layers share.
+        # from each input of the stage. This search would make the gradients of two weights wrong: the decoder's
+        # embedding does not depend on any input of its stage, and all layers share the table of relative positions.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -328,10 +327,11 @@ class T5(Model):
         if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
             if hidden is not None:
                 handed_on["hidden"] = hidden
-            # A stage that has received the encoder's output passes on a copy of the tensor that its own layers read.
-            # The gradients of the stage's layers are then added one by one to the gradient of the later layers, as
-            # without a pipeline. If the stage passed on the received tensor itself, the gradients of the stage's layers
-            # would first be summed, because FSDP's hooks lie between the received tensor and the layers.
+            # A stage that has received the encoder's output passes on a copy of `encoded`, the tensor that the stage's
+            # own layers read. The gradients of the stage's layers are then added one by one to the gradient of the
+            # later layers, as without a pipeline. If the stage passed on the received tensor itself, the gradients of
+            # the stage's layers would first be summed, because FSDP's hooks lie between the received tensor and the
+            # layers.
             if encoded is not None and "encoded" not in handed_on:
                 handed_on["encoded"] = encoded.clone()
             return handed_on

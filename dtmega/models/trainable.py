@@ -24,7 +24,7 @@ class Elements(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """The line that runs and plans print about frozen parameters; [] if no parameters are frozen."""
+        """A line about frozen parameters, which runs and plans print; [] if no parameters are frozen."""
         return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
 
 

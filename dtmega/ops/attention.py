@@ -108,7 +108,7 @@ def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
 
 
 def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Slice q to a chunk's queries, and k and v to the keys and values that these queries may see."""
+    """Slice out a chunk's queries from q, and the keys and values that these queries may see from k and v."""
     keys = slice(chunk.first, chunk.last)
     return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 
@@ -123,7 +123,7 @@ def _plain(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute one chunk by the plain formula, which supports keyed dropout, learned tables and soft caps."""
+    """Compute one chunk with the plain formula, which supports keyed dropout, learned tables and soft caps."""
     bias = rule.bias(chunk)
     scores = _scores(q, k, bias, scale, softcap)
     # The softmax of a row of -inf is NaN, and so is its gradient. Therefore the row of a query that sees no key is set
@@ -153,7 +153,7 @@ def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, rule: AttentionRule) -> Tensor:
-    """Compute attention by `_ByChunks`, whose kernel needs values that are as wide as keys."""
+    """Compute attention with `_ByChunks`, which needs values as wide as keys. Narrower values are padded."""
     wide = v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
     out: Any = _ByChunks.apply(q, k, wide, scale, *rule)
     return out[..., : v.shape[-1]]
@@ -208,7 +208,7 @@ class _ByChunks(torch.autograd.Function):
                 attn_mask=_in_dtype(rule.bias(chunk), q),
                 scale=ctx.scale,
             )
-            # Even a single chunk of queries may leave out keys, if a window hides these keys from all queries.
+            # Even a single chunk of queries may skip keys, namely the keys that a window hides from all queries.
             if len(chunks) == 1 and chunk_dk.shape == k.shape:
                 dq, dk, dv = chunk_dq, chunk_dk, chunk_dv
             else:

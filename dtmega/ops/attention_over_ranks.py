@@ -55,8 +55,9 @@ def attention_over_ranks(
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap)
     if not torch.compiler.is_compiling():
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap, again=True)
-    # In a compiled block, Inductor chooses the tensors to keep for backward among those that the policy allows. The
-    # plain formula has no kernel whose results could be kept, and recomputing it would cost more than keeping the keys.
+    # In a compiled block, Inductor chooses the tensors to keep for backward from the tensors that the policy allows.
+    # The plain formula has no kernel whose results could be kept, and recomputing it would cost more than keeping the
+    # keys.
     if dropout is not None or any(needs_formula(run.rule, softcap) for run in shared.runs):
         return _over_all_keys(attend, q, k, v, shared, dropout, scale, softcap)
 
@@ -78,7 +79,7 @@ def _over_all_keys(
     softcap: float | None,
     again: bool = False,
 ) -> Tensor:
-    """Gather the keys and values of all tokens, and compute attention for this rank's tokens.
+    """Gather the keys and values of all tokens and compute attention for this rank's tokens.
 
     Args:
         again: whether to gather keys and values again in backward, instead of keeping them.
@@ -99,7 +100,7 @@ def _over_all_keys(
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the kernels' results, and recompute the remaining operations: the gather and the slicing of its result."""
+    """Keep the kernels' results and recompute the remaining operations: the gather and the slicing of its result."""
     return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -107,6 +108,6 @@ _keeping_results_of_kernels = functools.partial(create_selective_checkpoint_cont
 
 
 def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
-    """True if there is a trained bias table or a soft cap, but no FlexAttention, the only kernel that supports both."""
+    """True if the plain formula must run: FlexAttention is off, and there is a trained bias table or a soft cap."""
     is_learned = rule.table is not None and rule.table.requires_grad
     return rule.block_mask is None and (is_learned or softcap is not None)

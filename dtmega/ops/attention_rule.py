@@ -37,11 +37,11 @@ from dtmega.ops.shared_rule import SharedRule, shared_rule
 
 # Approximate number of queries in a chunk. With fewer than 192 queries, torch's CPU kernel uses its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
-N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
+N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the remaining fields are settings
 
 
 class Chunk(NamedTuple):
-    """A chunk of queries, [start, stop), and a range of keys, [first, last), with all keys these queries see."""
+    """A chunk of queries, [start, stop), and a range of keys, [first, last), that covers all keys these queries see."""
 
     start: int
     stop: int
@@ -116,7 +116,7 @@ class AttentionRule(NamedTuple):
         return rule if self.strip is None else rule._replace(strip=_strip(rule))
 
     def with_window(self, window: int) -> AttentionRule:
-        """Copy this rule with a different window, for the layers that have this window."""
+        """Copy this rule with the given window, for the layers that have that window."""
         shared = None if self.shared is None else self.shared.with_window(window)
         rule = self._replace(window=window, strip=None, block_mask=None, shared=shared)
         if self.block_mask is not None:
@@ -190,7 +190,7 @@ class AttentionRule(NamedTuple):
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # Index `zero` is for distance 0, and index `at` for the distance from the chunk's last query to its first key.
+        # `zero` is the index of distance 0; `at` is the index of the distance from the last query to the first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -270,8 +270,8 @@ def attention_rule(
         table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`); the bias is the entry for (place of the
             key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
             this rank's heads.
-        key_places, key_document_ids: places and documents of the keys, [B, T]; only for keys that belong to different
-            tokens than the queries (for example, to an encoder's tokens).
+        key_places, key_document_ids: places and documents of the keys, [B, T]; None if keys and queries belong to the
+            same tokens (unlike in cross-attention).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves only one forward pass, as do the copies that `with_window` makes.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
@@ -368,7 +368,7 @@ def _last_start(n_queries: int, device: torch.device) -> int:
 
 
 def _consecutive(places: Tensor) -> bool:
-    """True if each row of `places` [B, S] counts up by one from any start. On a GPU, the host waits for the result."""
+    """True if each row of `places` [B, S] counts up in steps of 1. On a GPU, the host waits for the result."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     counts_up = (places - places[:, :1] == count).all()
     return bool(host.read(counts_up))

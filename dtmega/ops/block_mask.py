@@ -16,7 +16,7 @@ def block_mask(rule: Any) -> BlockMask:
 
     A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
     no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
-    block as partial costs time but does not change the result. `create_block_mask` would check all B S^2 pairs, and
+    block as partial costs time but does not change the result. `create_block_mask` would check all B S^2 pairs and
     would need 12 bytes of memory per pair (torch 2.13).
     """
 
@@ -57,7 +57,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """A mask [blocks] of the blocks with BLOCK tokens. The kernel has to check the end of a shorter last block."""
+    """Mask of the blocks that hold BLOCK tokens, [blocks]. The kernel has to check the end of a shorter last block."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

@@ -130,7 +130,7 @@ def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
 
 
 def _part(x: Tensor, rank: int, n: int, dim: int, balanced: bool) -> Tensor:
-    """Cut x along `dim` for `n` ranks, and return the part that belongs to `rank`."""
+    """Cut x along `dim` for `n` ranks and return the part that belongs to `rank`."""
     if not balanced:
         return x.chunk(n, dim)[rank]
     slices = x.chunk(2 * n, dim)
@@ -153,7 +153,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send parts[r] to each rank r, and return the parts received from all ranks: [cp, ...] -> [cp, ...]."""
+    """Send parts[r] to each rank r and return the parts received from all ranks: [cp, ...] -> [cp, ...]."""
     parts = parts.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_to_all_single(parts, None, None, group)
@@ -186,7 +186,7 @@ class _View(NamedTuple):
 
 
 class _GatheredAgain:
-    """Gathered keys and values that are freed after forward, and gathered again while backward needs them.
+    """Gathered keys and values that are freed after forward and gathered again when backward needs them.
 
     Args:
         gathered: keys and values of all tokens.

@@ -92,7 +92,7 @@ class Piece(NamedTuple):
         return round(twice_seen * self.attention_flops)
 
     def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
-        """The piece's model FLOPs for one token. The function `flops_per_token` describes the arguments.
+        """The piece's model FLOPs for one token. See `flops_per_token` for the arguments.
 
         FLOPs needed once per sequence, and all FLOPs for the `decoder_seq_len` tokens of a decoder, are spread evenly
         over the `seq_len` tokens.

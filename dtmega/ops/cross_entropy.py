@@ -12,7 +12,7 @@ would underflow to zero before backward could multiply it by the loss scale. The
 scale, as the argument `expected`, and applies the scale before the first rounding.
 
 With a group, one all-gather per chunk exchanges row maxima, sums and the labels' logits. (Megatron's
-`mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
+`mpu/cross_entropy.py` makes three all-reduces and has neither smoothing nor ignored labels.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dtmega.ops.head_gradient import WeightGradient
 from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
 
 IGNORED = -100
-# Number of tokens in a chunk; the logits of one chunk exist at once. Each chunk adds a product to dW [V, D]; with this
-# number of tokens, the addition costs little compared with the product.
+# Number of tokens in a chunk; only one chunk's logits exist at a time. Each chunk adds a product to dW [V, D]; with
+# this number of tokens, the addition costs little compared with the product.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
 # With a small vocabulary a chunk has more tokens than CHUNK_TOKENS, up to this number of logits.
 CHUNK_LOGITS = 2**24
@@ -189,7 +189,7 @@ class _Gradients:
             self._dbias += dlogits.sum(dim=0, dtype=self._dbias.dtype)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of h, of the weight in `dtype`, and of the bias (still in fp32)."""
+        """The gradients of h, of the weight (rounded to `dtype`) and of the bias (still in fp32)."""
         if self._products is not None:
             self._dweight = self._products.finish(dtype)
         return self._dh, self._dweight, self._dbias
@@ -214,8 +214,8 @@ def token_losses(
         logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
         columns: place of this rank's columns among all columns.
-        gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local], which may be
-            the memory of `logits`; None for no derivatives. Padding columns are never read, and get the gradient 0.
+        gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local]; may be the
+            same tensor as `logits`; None for no derivatives. Padding columns are never read and get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
         weights: factor of each loss, [N] fp32; None if all factors are 1.
     """
@@ -320,9 +320,9 @@ def _subtract_target(
 
 
 def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
-    """The factor of exp(logit - peak) in the derivative of a row's loss.
+    """The coefficient of exp(logit - peak) in the derivative of a row's loss.
 
-    Smoothing and the label each subtract a constant from the product of this factor and exp(logit - peak).
+    Smoothing and the label each subtract a constant from the product of this coefficient and exp(logit - peak).
     """
     slope = factor / total
     return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
@@ -335,7 +335,7 @@ def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
 def locate(
     n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> Columns:
-    """Find the place of this rank's `n_local` columns among the columns of the group.
+    """Find the place of this rank's `n_local` columns among the columns of all ranks in the group.
 
     If `vocab_start` or `n_valid` is None, one all-gather of all ranks' sizes provides the missing number.
     """

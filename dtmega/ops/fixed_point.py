@@ -55,7 +55,7 @@ class Grid(NamedTuple):
     def add(
         self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Round term / scale to the grid, and add the result to `total`, a contiguous int64 tensor of the same shape.
+        """Round term / scale to the grid and add the result to `total`, a contiguous int64 tensor of the same shape.
 
         The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
             scale: number by which the term is divided.
             seen: function to call with the index and the integers of each piece; None for no function.
         """
-        # The product with this factor is rounded to fp64 only if the scale is not a power of two.
+        # If the scale is a power of two, the product with this factor is exact in fp64.
         factor = math.ldexp(1.0, -self.exponent) / scale
         for number, (sums, piece) in enumerate(zip(_pieces(total), _pieces(term), strict=True)):
             integers = piece.double().mul_(factor).round_().to(torch.int64)
@@ -74,7 +74,7 @@ class Grid(NamedTuple):
                 seen(number, integers)
 
     def write(self, total: Tensor, out: Tensor) -> None:
-        """Convert the sums in `total`, contiguous int64, to fp32 in `out`, a contiguous tensor of the same shape."""
+        """Convert the int64 sums in `total` to fp32 in `out`. Both tensors are contiguous and have the same shape."""
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
@@ -95,7 +95,8 @@ class ExactState(NamedTuple):
 def scalar(term: Tensor) -> Tensor:
     """Round a scalar to a multiple of 2^-20, in fp64. Infinities and NaN do not change.
 
-    If a sum of such multiples is below `LARGEST_SCALAR`, the sum is exact in fp64 and independent of the order.
+    If a sum of such multiples is below `LARGEST_SCALAR`, the sum is exact in fp64 and does not depend on the order of
+    its terms.
     """
     return (term.double() * SCALAR).round() / SCALAR
 
@@ -120,7 +121,7 @@ def largest_of(tensor: Tensor) -> Tensor:
 
 
 def squared_norm(parts: Mapping[str, Tensor], sizes: Mapping[str, int], group: dist.ProcessGroup) -> float:
-    """The square of the L2 norm over tensors that are divided over a group of ranks; its bits are equal on all layouts.
+    """The squared L2 norm of tensors that are sharded over a group of ranks. All layouts get identical bits.
 
     Each square is split into a multiple of a coarse unit and a multiple of a fine unit. The coarse and the fine
     multiples are each added as int64 over all elements of a tensor. The sum therefore keeps at least 64 bits below the

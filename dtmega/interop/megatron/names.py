@@ -28,10 +28,10 @@ class TableRow(NamedTuple):
     """A table row: a naming rule, and the way in which tensor parallelism cuts Megatron's tensor.
 
     Attributes:
-        ours: name of our tensor or module, or several names, as in `Rule`.
+        ours: name of dtmega's tensor or module, or a tuple of several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
         cut: way in which tensor parallelism cuts Megatron's tensor or module.
-        form: relation between our tensors and Megatron's tensors, as in `Rule`.
+        form: relation between dtmega's tensors and Megatron's tensors, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, 1 for
             any other tensor.
     """
@@ -71,8 +71,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the preceding block, dtmega after the following block. Self-attention is followed by
-    # cross-attention in a decoder, and by the feed-forward in an encoder.
+    # Megatron names a norm after the preceding block; dtmega names the norm after the following block. Self-attention
+    # is followed by cross-attention in a decoder, and by the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (

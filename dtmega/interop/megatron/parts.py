@@ -1,4 +1,4 @@
-"""Join the tensor-parallel ranks' parts into whole tensors, and compare the ranks' copies of replicated tensors.
+"""Join the tensor-parallel ranks' parts into whole tensors and compare the ranks' copies of replicated tensors.
 
 WholeTensors(parts)         a `Source` of whole tensors, named as in names.py; reads a tensor's parts one after another
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
@@ -154,7 +154,7 @@ class WholeTensors:
                 matters only if the copies have drifted apart.
 
         Raises:
-            ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
+            ValueError: the parts of a tensor do not fit together, or have a dtype that weights cannot have.
         """
         self.parts = parts
         self.tensors = {name: _joined_shape(name, parts_of_name) for name, parts_of_name in parts.items()}
@@ -188,7 +188,7 @@ def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[
     """The dtype and the whole shape of a tensor with the given parts.
 
     Raises:
-        ValueError: the parts differ in dtype or shape, or have a dtype that no weight has.
+        ValueError: the parts differ in dtype or shape, or have a dtype that weights cannot have.
     """
     first, *others = parts
     if first.dtype not in FLOATS:

@@ -169,8 +169,8 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
     seen: set[str] = set()
-    # A crafted pickle may put one dict in many places, and `walk` would visit each place. So limit the number of
-    # entries: an honest file has fewer entries than pickle bytes.
+    # A malicious pickle may refer to one dict from many places, and `walk` would visit each place. So limit the number
+    # of entries: in a valid file, the pickle has more bytes than entries.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:
@@ -260,7 +260,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
-    """The number of a stack's layers in a chunk.
+    """The number of layers that a chunk holds in one stack.
 
     Raises:
         ValueError: the layers are not numbered from 0 without gaps.
@@ -329,7 +329,7 @@ def _todays_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) 
     Only a fused QKV from a checkpoint older than version 2 is reordered. Any other part is returned unchanged.
 
     Args:
-        part: the part of a tensor.
+        part: part of a tensor.
         name: name of the tensor in the whole model.
         version: checkpoint version of the file.
         n_heads: number of attention heads of the whole model.

@@ -16,7 +16,7 @@ SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written 
 NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose sample order dtmega reproduces
 # Sections that the converted checkpoint records, so that a resumed run can report changed settings.
 RECORDED = ("batch", "optim", "train", "precision")
-# Flags that do not matter to a resumed run: they set paths on the old machine, how the run starts, or the layout.
+# Flags that a resumed run does not need: paths on the old machine, how the run starts, and the layout.
 LEFT_OUT = {
     *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
     *(name for flag in FLAGS["Layout"] for name in flag.names),

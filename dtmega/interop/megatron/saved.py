@@ -103,7 +103,7 @@ class SavedFile:
             names: classes and functions that the pickle may refer to besides NAMES, each as "module qualname".
 
         Raises:
-            ValueError: the file does not exist, was not written by torch.save, or is damaged or crafted. The message
+            ValueError: the file does not exist, was not written by torch.save, or is damaged or malicious. The message
                 names the path.
         """
         self.path = path
@@ -302,7 +302,7 @@ def _element_bytes(value: Any) -> dict[str, int]:
         ValueError: a storage has an unknown type, or two types with different element sizes.
     """
     element_bytes: dict[str, int] = {}
-    seen: set[int] = set()  # each part is visited once, although a pickle may put one part in many places
+    seen: set[int] = set()  # visit each part once, although a pickle may refer to a part many times
     parts = [value]
     while parts:
         part = parts.pop()

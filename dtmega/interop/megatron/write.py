@@ -3,9 +3,9 @@
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1 (mp_rank_01_000 for its stage 0 if pp > 1)
 
-The folder is a release, because Megatron's loader exits if the folder of a numbered iteration lacks the states of the
-optimizer and of the random number generators. The loader also compares each file's model and layout arguments with the
-loading run's arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
+The folder is a release, because Megatron's loader exits if a numbered iteration lacks the states of the optimizer and
+the random number generators. The loader also compares each file's model and layout arguments with the loading run's
+arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def check_new(folder: Path) -> None:
     """Check that a checkpoint can be written to a folder.
 
     Raises:
-        ValueError: the folder is not empty, or is a file.
+        ValueError: the folder is not empty or is a file.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; expected a new folder, or an empty one (--to)")
@@ -180,7 +180,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
 
 
 def _depth(source: Source, stack: str) -> int:
-    """The number of layers of a stack; 0 if the model has no such stack."""
+    """The number of layers in a stack; 0 if the model has no such stack."""
     return len({name.split(".")[2] for name in source.tensors if name.startswith(f"{stack}.layers.")})
 
 

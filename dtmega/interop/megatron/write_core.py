@@ -223,7 +223,7 @@ def _write_tensors(folder: Path, files: list[list[Entry]]) -> None:
     """Write the tensors with torch.distributed.checkpoint.
 
     Args:
-        files: the entries, one list for each file.
+        files: entries to write, one list per file.
     """
     contents = {entry.item.index: entry.read for entries in files for entry in entries}
     plans = [SavePlan([entry.item for entry in entries]) for entries in files]

@@ -31,7 +31,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# Possible names of the class of the entries in param_slice_mappings; the class's module depends on DeepSpeed's version.
+# Class names that an entry of param_slice_mappings may have; the module depends on DeepSpeed's version.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
@@ -138,14 +138,14 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
-    """Append one data rank's pieces to `fragments`, and add the rank's update count to `steps`.
+    """Append one data rank's pieces to `fragments` and add the rank's update count to `steps`.
 
     Args:
         fragments: pieces from the earlier data ranks.
         steps: update counts from the earlier ranks, without duplicates.
         file: the data rank's file.
         tp: index of the tensor-parallel rank.
-        n_layers: number of the model's layers.
+        n_layers: number of layers in the model.
         n_data: number of data ranks, according to the file names.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")

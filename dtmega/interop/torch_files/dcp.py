@@ -43,7 +43,7 @@ NAMES = {
     # megatron-core keeps the plans of its last save in the metadata.
     *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
     "torch.distributed.checkpoint.planner TensorWriteData",
-    "builtins getattr",  # Python 3.11.2 (Debian 12) pickles an Enum member as a getattr call; inert like all names
+    "builtins getattr",  # Python 3.11.2 (Debian 12) pickles Enum members as getattr calls, which are never run
 }
 
 
@@ -51,13 +51,13 @@ class DCPFolder:
     """The tensors of a DCP folder, as a `Source`.
 
     Attributes:
-        path: the folder.
+        path: path of the folder.
         tensors: dtype and full shape of each tensor, keyed by tensor name.
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
-        ValueError: the folder is not a DCP folder, or is damaged or malicious. The message names the file and the
-            fault. `read` raises this error too, for faults that only the data files show.
+        ValueError: the folder is not a DCP folder, is damaged, or is malicious. The message names the file and the
+            fault. `read` raises this error too, for faults that only the data files reveal.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,7 +65,7 @@ class DCPFolder:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.others: list[str] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._checked: dict[_Item, SavedTensor] = {}  # chunks that were opened, with correct checksums
+        self._checked: dict[_Item, SavedTensor] = {}  # opened chunks, whose checksums were correct
         file = self.path / ".metadata"
         with regular_file(file) as (fd, n_bytes):
             if n_bytes > MAX_METADATA_BYTES:
@@ -108,7 +108,7 @@ class DCPFolder:
             items: positions of all items, sorted by file and first byte.
 
         Raises:
-            ValueError: an item overlaps another item, or ends beyond the end of its file.
+            ValueError: an item overlaps another item or ends beyond the end of its file.
         """
         for file, group in itertools.groupby(items, key=lambda item: item.file):
             with regular_file(self.path / file) as (_, n_bytes):
@@ -157,7 +157,7 @@ class DCPFolder:
 
         Args:
             name: name of the tensor, for messages.
-            part: range (start, stop) in each dim, counted from the chunk's first element.
+            part: range (start, stop) to read in each dim, counted from the chunk's first element.
         """
         file, start, length = chunk.item
         with regular_file(self.path / file, f"'{name}' at byte {start}: ") as (fd, _):
@@ -213,7 +213,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
         items: positions of all items in the folder.
 
     Raises:
-        ValueError: the metadata is damaged or crafted.
+        ValueError: the metadata is damaged or malicious.
     """
     dtype = _dtype(name, tensor.get("properties"))
     shape = naturals(tensor.get("size"), f"the size of '{name}'")
@@ -240,7 +240,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
 
 
 def _dtype(name: str, properties: Any) -> torch.dtype:
-    """The dtype of the tensor `name`, which is the first field in the state of the tensor's TensorProperties."""
+    """The dtype of the tensor `name`: the first field in the state of the tensor's TensorProperties."""
     if type(properties) is not PickledObject or properties.name not in PROPERTIES:
         raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {kind_name(properties)}")
     dtype, *_ = of_type(properties.state, tuple, f"the state of the properties of '{name}'") or (None,)

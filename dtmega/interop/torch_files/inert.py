@@ -4,10 +4,10 @@
 functions, and would have to allow `getattr` (see dcp.py). Here an object becomes a `PickledObject`, which only holds
 the name, the arguments and the state from the pickle.
 
-All names and opcodes that a file format does not need are refused. Decoding would be safe without the refusal, which
-only distinguishes a crafted file from a damaged file. A small file cannot crash the process either. By contrast,
-Python's C unpickler allocates 4 GB for a file of 9 bytes, and overflows the stack for a file of 200 kB (in Python
-3.11).
+All names and opcodes that a file format does not need are refused. Decoding would be safe without this refusal; its
+only purpose is to report that a file is malicious and not just damaged. A small file cannot crash the process either.
+By contrast, Python's C unpickler allocates 4 GB for a file of 9 bytes and overflows the stack for a file of 200 kB (in
+Python 3.11).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Decoder:
         return stack[0]
 
     def pop(self, n: int) -> list[Any]:
-        """Remove the top n values from the stack, and return them in the order in which they were pushed."""
+        """Remove the top n values from the stack and return them in the order in which they were pushed."""
         stack = self.stack
         if not 0 <= n <= len(stack):
             raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
@@ -218,7 +218,7 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
 def _name(stream: BytesIO) -> str:
     """One line of GLOBAL's argument, taken literally.
 
-    pickletools would interpret escapes in the line, and warn about invalid escapes.
+    pickletools would interpret escapes in the line and warn about invalid escapes.
     """
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -265,7 +265,7 @@ def natural(value: Any, what: str) -> int:
     """Return `value` if it is an int between 0 and 2^63 - 1.
 
     Raises:
-        ValueError: the value is not an int, or is out of range.
+        ValueError: the value is not an int or is out of range.
     """
     if not 0 <= of_type(value, int, what) < 1 << 63:
         raise ValueError(f"expected {what} to be 0 to 2^63 - 1, got {'less' if value < 0 else 'more'}")

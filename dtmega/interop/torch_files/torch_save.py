@@ -1,4 +1,4 @@
-"""Reads a tensor that torch.save wrote, in place and without unpickling. The tensor may start anywhere in a file.
+"""Reads one tensor from a torch.save archive without unpickling. The archive may start at any byte of a file.
 
 torch.save writes a tensor as a zip archive without compression:
 
@@ -106,7 +106,7 @@ class SavedTensor(NamedTuple):
 
 
 def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> SavedTensor:
-    """Find a tensor's elements in the archive at byte `start` of a file, and verify the elements' checksum.
+    """Find a tensor's elements in the archive at byte `start` of a file and verify the elements' checksum.
 
     Args:
         fd: descriptor of the file.
@@ -116,7 +116,7 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
         sizes: expected shape of the tensor; no size is 0.
 
     Raises:
-        ValueError: the archive is damaged, or holds anything but the expected tensor.
+        ValueError: the archive is damaged or holds anything but the expected tensor.
     """
     records = records_of(fd, start, length)
     if "archive/data.pkl" not in records or records["archive/data.pkl"].n_bytes > MAX_PICKLE_BYTES:
@@ -203,7 +203,7 @@ class ZipEntry(NamedTuple):
 
 
 def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
-    """List the records, keyed by name, of the zip archive of `length` bytes that begins at byte `start` of a file.
+    """List the records of a zip archive, keyed by name. The archive is the range of `length` bytes from byte `start`.
 
     Raises:
         ValueError: the bytes are not a zip archive, or a record is compressed, encrypted or not inside the archive.
@@ -293,7 +293,7 @@ def read_bytes(fd: int, at: int, n: int) -> bytearray:
     """
     data = bytearray(n)
     unread = memoryview(data)
-    # The kernel may return fewer bytes than requested, and returns at most 2 GiB at a time.
+    # The kernel may return fewer bytes than requested and returns at most 2 GiB at a time.
     while unread:
         got = os.preadv(fd, [unread], at)
         if not got:

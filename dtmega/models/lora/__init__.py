@@ -3,7 +3,7 @@
 An adapter consists of three attributes of the linear layer's module:
 
     lora_a      A, [r, in]
-    lora_b      B, [out, r]; zero at first, so that the model begins as its base
+    lora_b      B, [out, r]; zero at first, so that the adapter has no effect yet
     lora_scale  alpha / r
 
 All code that cuts, gathers, saves or copies the layer's parameters therefore handles the adapter too.
@@ -52,7 +52,7 @@ def is_adapter(name: str) -> bool:
 
 
 def attach(model: Model, lora: config.Lora) -> None:
-    """Give each target layer an adapter, and freeze all other parameters. The model is changed in place.
+    """Give each target layer an adapter and freeze all other parameters. The model is changed in place.
 
     Call this function on a whole model on the meta device, before the model is cut into stages.
 
@@ -61,10 +61,10 @@ def attach(model: Model, lora: config.Lora) -> None:
         lora: [lora] section of the configuration, which must set `rank`.
 
     Raises:
-        ValueError: a pattern matches no linear layer of the blocks.
+        ValueError: a pattern matches no linear layer in the blocks.
     """
     dtype = getattr(torch, lora.base)
-    frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> frozen parameter, so that ties are kept
+    frozen: dict[nn.Parameter, nn.Parameter] = {}  # trained parameter -> its single frozen copy, so that ties are kept
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in frozen:
@@ -111,7 +111,7 @@ def targets(model: Model, patterns: str | Sequence[str]) -> dict[str, Linear]:
         patterns: value of [lora] targets. A pattern matches a layer's whole name, or the part of the name after a dot.
 
     Raises:
-        ValueError: a pattern matches no linear layer of the blocks.
+        ValueError: a pattern matches no linear layer in the blocks.
     """
     known = linears(model)
     if patterns == LINEARS:
@@ -130,7 +130,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
-    """The reason why a pattern matches no linear layer of the blocks."""
+    """The reason why a pattern matches no linear layer in the blocks."""
     for name, module in model.named_modules():
         name = model.full_name(name)
         if not name or not _matches(name, pattern):

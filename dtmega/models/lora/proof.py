@@ -1,4 +1,4 @@
-"""Proof at the start of a run that every adapter learns: a small clone of the model is cut like the model and trained.
+"""Prove, when a run starts, that every adapter learns: train a small clone that is cut like the model.
 
 If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
 not train, and no error occurs. This check detects such adapters. B starts at zero, so A has no gradient in the first
@@ -62,7 +62,7 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
 
 
 def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
-    """Train a clone for two steps, and return the names of this rank's adapters that do not learn.
+    """Train a clone for two steps and return the names of this rank's adapters that do not learn.
 
     Args:
         clone: cut and allocated clone with adapters. This function draws the clone's values.

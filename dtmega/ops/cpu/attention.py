@@ -35,7 +35,7 @@ PRODUCT_SCORES = 2**22
 KEPT_SHARE = 1.0
 SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
-# Scores are in base 2, because torch's `exp2` is as exact as `exp` and can be faster. On CPUs for which `exp` is not
+# Scores are in base 2, because torch's `exp2` is as accurate as `exp` and can be faster. On CPUs for which `exp` is not
 # optimised (AMD), `exp2` is three times as fast, and is not slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
 # A probability of at most 2^-60 times the query's largest probability is set to 0, because even the sum of thousands of
@@ -45,7 +45,7 @@ NEGLIGIBLE = -60.0
 
 
 # If you change the arguments or results of an operator, rename the operator: torch's cache of compiled graphs outlives
-# the process, and identifies an operator by its name alone.
+# the process and identifies an operator by its name alone.
 @torch.library.custom_op("dtmega::attention_by_products", mutates_args=())
 def attention_cpu(
     q: Tensor,
@@ -117,7 +117,7 @@ def attention_cpu(
             x.mul_(total.reciprocal())
             if part.drops is not None:
                 _drop(x, part.drops[piece], part.key_places[piece[0]], p)
-            piece_scores.copy_(x)  # the memory of the scores holds probabilities from here on
+            piece_scores.copy_(x)  # from here on, the scores' memory holds probabilities
             part_log_sums[piece] = total.log2_().add_(peak)
         part_out = torch.bmm(stacked, part.v.flatten(0, 1)).view(*part.q.shape[:3], -1)
         out[part.queries] = _reversed(part_out)
@@ -148,7 +148,7 @@ def attention_cpu_backward(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v from the output's gradient and the other results of `attention_cpu`."""
+    """Compute the gradients of q, k and v from the output's gradient; `log_sums` and `kept` come from the forward."""
     rule = AttentionRule(
         query_places,
         key_places,
@@ -316,12 +316,12 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of one part (`_Part`), which the parts use one after another.
+    """Memory for one part's scores (`_Part`); all parts reuse this memory, one after another.
 
     Args:
         q, k: queries and keys of all chunks.
         chunks: all chunks of queries.
-        n: number of tensors to allocate, each with room for the scores of one part, in the dtype of q.
+        n: number of tensors to allocate, each in the dtype of q and large enough for one part's scores.
         kept: memory for one additional tensor per part; empty if there is no additional tensor. Each part gets its own
             section of this memory, in the order of the parts.
     """
@@ -352,7 +352,7 @@ class _Scratch:
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Views of the tensors in the shape of the scores of one part's queries and keys, [rows, heads, C, keys]."""
+        """Views of the tensors in the shape of the scores q k^T, [rows, heads, C, keys]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors
@@ -362,7 +362,7 @@ class _Scratch:
         return [tensor[:size].view(shape) for tensor in tensors]
 
     def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
-        """A piece of the scores in fp32 and base 2, plus the bias, which is in base 2 already."""
+        """A piece of the scores, converted to fp32 and base 2, plus the bias, which is already in base 2."""
         x = self.wide[: scores.numel()].view(scores.shape).copy_(scores)
         if bias is None:
             return x.mul_(scale * LOG2_E)

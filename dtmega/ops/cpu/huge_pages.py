@@ -2,7 +2,7 @@
 
 By default, glibc requests each buffer above 32 MiB (and often smaller buffers) from the system, and returns the buffer
 when it is freed. The system fills every new buffer with zeros, in pages of 4 KiB. For a chunk's logits and the gradient
-of the head's weight, filling with zeros took a sixth of the time of the matrix products, or a tenth of a whole step
+of the head's weight, filling with zeros took a sixth as long as the matrix products, or a tenth of a whole step
 (benchmarks/TIMINGS.md).
 """
 
@@ -19,7 +19,7 @@ HUGE_PAGE = 2**21  # size of a huge page in bytes
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_MAX = -4
-GROWTH_BYTES = 2**26  # size by which the heap grows at a time
+GROWTH_BYTES = 2**26  # number of bytes added whenever the heap grows
 MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
@@ -31,12 +31,12 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(M_MMAP_MAX, 0)  # allocate large buffers on the heap too
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never give the end of the heap back
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the heap to the system
         libc.mallopt(M_TOP_PAD, GROWTH_BYTES)
 
 
 def on_huge_pages(x: Tensor) -> Tensor:
-    """Ask Linux to map x in pages of 2 MiB, and return x. Call this function before anything is written to x.
+    """Ask Linux to map x in pages of 2 MiB. Return x. Call this function before anything is written to x.
 
     For a small x, or on a system other than Linux, nothing happens. If huge pages are switched off, Linux ignores the
     request.

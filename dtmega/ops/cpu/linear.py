@@ -1,6 +1,6 @@
 """Faster oneDNN matrix products for unsharded nn.Linear modules in bfloat16 on a CPU with AMX.
 
-- A bias is added while the product is still in registers. torch would first fill the result with the bias, and then add
+- A bias is added while the product is still in registers. torch would first fill the result with the bias and then add
   the product.
 - If a weight has many more inputs than outputs, its gradient is computed from a transposed copy of the output's
   gradient. A product whose first factor is a transposed view would run at half the rate (torch 2.13). With fewer
@@ -79,7 +79,7 @@ BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """Compute rows^T x, [n, out] and [n, in] -> [out, in].
 
-    The product is a custom operator, so that Inductor does not remove the copy.
+    The product is a custom operator, so that Inductor does not remove the contiguous copy of rows^T.
     """
     return rows.t().contiguous() @ x
 

@@ -12,7 +12,7 @@ class ThreadTime:
 
     The clock runs while the thread computes, and while the thread is ready to run but waits for a core. The clock stops
     while the thread sleeps, for instance while the thread waits for other ranks. Only Linux reports how long a ready
-    thread waited for a core; on all other systems, the clock measures only computing.
+    thread waited for a core; on all other systems, the clock measures only computing time.
     """
 
     def __init__(self) -> None:

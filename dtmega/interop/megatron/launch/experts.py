@@ -125,7 +125,7 @@ def _set_shared_experts(draft: Draft) -> None:
 
 
 def _set_weights(draft: Draft) -> None:
-    """Set the kind of expert scores, and whether a token's weights are normalized.
+    """Set the kind of expert scores, and whether to normalize each token's weights.
 
     The softmax of the k largest logits equals the k largest values of the softmax of all logits, divided by their sum.
     With --moe-router-pre-softmax, Megatron does not divide by the sum. Sigmoids are always divided by their sum, unless
@@ -170,8 +170,8 @@ def _set_bias(draft: Draft) -> None:
 def _set_groups(draft: Draft) -> None:
     """Set the groups of experts.
 
-    Megatron compares groups by the sum of each group's k / groups_per_token largest scores; dtmega always sums the two
-    largest scores.
+    Megatron's score of a group is the sum of the k / groups_per_token largest scores in the group; dtmega always sums
+    the two largest scores.
     """
     flag, all_flag = "--moe-router-group-topk", "--moe-router-num-groups"
     if flag not in draft.command.values:
@@ -245,7 +245,7 @@ def _difference(draft: Draft, kind: str) -> str:
 
 
 def _check_counted_tokens(draft: Draft) -> None:
-    """Refuse masked labels if experts are balanced: Megatron counts tokens with masked labels, dtmega does not."""
+    """Refuse masked labels if experts are balanced: Megatron counts tokens with masked labels; dtmega does not."""
     balances = ("model.balance_loss", "model.router_z_loss", "model.router_bias")
     if draft.has("eod-mask-loss") and any(draft.keys.get(key) for key in balances):
         draft.refuse("--eod-mask-loss", "balance counts the tokens with a label here, and all tokens in Megatron")

@@ -328,6 +328,6 @@ def by_name() -> dict[str, Flag]:
 
 
 def first_name(name: str) -> str:
-    """The first name of a flag in the table; the given name if the flag is not in the table."""
+    """A flag's main name, which comes first in its table row; the given name if the table lacks the flag."""
     flag = by_name().get(name)
     return name if flag is None else flag.other_names.get(name, name)

@@ -49,7 +49,7 @@ def set_precision(draft: Draft) -> None:
 
 
 def _set_from_json(draft: Draft) -> None:
-    """Set the loss scale and the gradient limit, which DeepSpeed reads from its JSON instead of Megatron's flags."""
+    """Set the loss scale and the gradient limit, which DeepSpeed takes from its JSON and not from Megatron's flags."""
     flag = "--deepspeed_config"
     if flag not in draft.command.values:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtmega import config
 from dtmega.interop.megatron.launch.draft import Draft, as_number
 
-UNITS = ("iters", "samples", "tokens")  # units in Megatron's flags; [optim] unit has "steps" instead of "iters"
+UNITS = ("iters", "samples", "tokens")  # units in Megatron's flags; [optim] unit uses "steps" instead of "iters"
 SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
@@ -118,7 +118,7 @@ def _set_warmup(draft: Draft, unit: str) -> None:
     if warmups:
         _set_amount(draft, f"lr-warmup-{warmups[-1]}", "optim.warmup", warmups[-1], unit)
         if draft.has("lr-warmup-fraction"):
-            # The fraction takes precedence, because Megatron's optimizer_param_scheduler checks the fraction first.
+            # The warm-up fraction takes precedence: Megatron's optimizer_param_scheduler checks this fraction first.
             draft.keys.pop("optim.warmup", None)
             draft.refuse(f"--lr-warmup-{warmups[-1]}", "--lr-warmup-fraction is read in its place")
 
@@ -147,7 +147,7 @@ def _set_curve(draft: Draft, unit: str) -> None:
 
 
 def set_optimizer(draft: Draft) -> None:
-    """Set the optimizer, and remove the keys that the optimizer does not read."""
+    """Set the optimizer and remove the keys that the optimizer does not read."""
     name = draft.value("optimizer")
     if name == "sgd":
         draft.keys["optim.name"] = "sgd"

@@ -54,7 +54,7 @@ def translate(
 
     Raises:
         ValueError: `source` has no Megatron command or does not determine which command runs, or the command trains a
-            model that dtmega does not have.
+            model that dtmega does not support.
         OSError: the launch script cannot be read.
     """
     found, notes = command.read(source, given or {}, number)
@@ -69,10 +69,10 @@ def translate(
 def translate_known_model(
     found: Command, known: Mapping[str, Any], title: str
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Translate a command for a model that is already known, and leave out the layout.
+    """Translate a command, without the layout, for a model that is already known.
 
     Args:
-        found: the command.
+        found: command to translate.
         known: values keyed by "section.key". [model] gets only these values; in other sections, these values replace
             the values from the flags.
         title: first line of the text, a comment.
@@ -91,7 +91,7 @@ def translate_known_model(
 
 
 def _filled_draft(found: Command, original: str) -> Draft:
-    """Create a draft, and translate all flags of the command."""
+    """Create a draft and translate all flags of the command."""
     draft = Draft(found, architecture.family_of(found), original)
     # The order matters: each step reads keys that earlier steps copied or set, and replaces some of these keys.
     draft.copy_values()
