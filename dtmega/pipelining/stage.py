@@ -160,7 +160,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, the gradient of each total is the total's factor."""
+    """Return `carrier` unchanged. In backward, each total gets its factor as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

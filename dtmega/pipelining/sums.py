@@ -1,4 +1,4 @@
-"""Run a stage's backward pass, and sum the weight gradients over the data ranks after each microbatch."""
+"""Run a stage's backward pass. Sum the weight gradients over the data ranks after each microbatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sums(Protocol):
     def finish(self) -> None: ...
 
 
-Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # input gradients, torch's weight groups
+Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # (input gradients, torch's weight groups)
 
 
 def backward_and_sum(
@@ -53,7 +53,7 @@ def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict
     Args:
         sums: object that sums the gradients of each unit.
         module: module of the stage.
-        param_groups: torch's groups of weights, each with the gradients of the results computed from these weights.
+        param_groups: torch's groups of weights, each with the gradients from which the weights' gradients follow.
     """
     remaining = list(param_groups)
     for unit in sums.units():

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """View a weight as one tensor per matrix; each splits `dim` into two dims, [repeats of the pattern, size]."""
+        """Views of a weight, one per size. In each view, two dims [repeats of the pattern, size] replace `dim`."""
         sizes = self.sizes or (weight.shape[self.dim],)
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
     def _averaged(self, weight: nn.Parameter) -> Tensor:
-        """Move the momentum towards the gradient, and return this rank's part of the Nesterov average of the two."""
+        """Update the momentum with the gradient. Return this rank's part of their Nesterov average."""
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:

@@ -56,8 +56,8 @@ class Owners:
         assert len(places) == n
         self._shapes = [matrix.shape for matrix in matrices]
         owners = divided(costs, n)
-        # The first list has the indices of the matrices that each rank owns. The second list has the indices of the
-        # matrices whose parts this rank sends to each owner.
+        # `_of_owner` lists, for each rank, the indices of the matrices that the rank owns. `_sent` lists, for each
+        # owner, the indices of the matrices whose parts this rank sends to the owner.
         self._of_owner: list[list[int]] = [[] for _ in range(n)]
         self._sent: list[list[int]] = [[] for _ in range(n)]
         self._owned: list[_Owned] = []

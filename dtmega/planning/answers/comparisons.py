@@ -23,7 +23,7 @@ HALF = ("bfloat16", "float16")
 
 
 class Comparison(NamedTuple):
-    """A count, and the value that a formula gives for the same quantity.
+    """A counted quantity, and the value that a formula gives for this quantity.
 
     Attributes:
         what: name of the quantity.
@@ -136,7 +136,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
         n_stages = len({action.stage for action in plan.table[place]})
         flight = in_flight(plan.table)[place] / n_stages
     assert isinstance(cfg.model, DropoutModel)
-    # Fused attention keeps no scores, like Megatron's "selective" recomputation, and has no dropout.
+    # Without attention dropout, attention is fused and keeps no scores, like Megatron's "selective" recomputation.
     recompute = "selective"
     each = "34 s b h, without scores,"
     if cfg.recompute.mode == "full":
@@ -158,7 +158,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
 
 
 def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
-    """Compare a formula with the bubble of a simulation with equal stages; return None if there is no formula."""
+    """Compare the bubble formula with a simulation of equal stages; return None if the schedule has no formula."""
     pipeline = job.cfg.pipeline
     if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
         return None

@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     reserve_source: str
 
     def holds(self, peak_bytes: int) -> bool:
-        """True if tensors with this peak and the reserve together fit into the memory."""
+        """True if tensors of `peak_bytes` fit into the memory together with the reserve."""
         return peak_bytes + self.reserve_bytes <= self.n_bytes
 
 
@@ -128,7 +128,7 @@ def world_of(cfg: Config) -> int:
     """The number of ranks in a mesh whose sizes are all given.
 
     Raises:
-        ValueError: a size is -1, and therefore depends on a number of ranks that the user has not given.
+        ValueError: a size is -1, which requires a number of ranks, but the user has given no number.
     """
     sizes = {axis: getattr(cfg.mesh, axis) for axis in mesh.AXES}
     for axis, size in sizes.items():
@@ -141,7 +141,7 @@ def world_of(cfg: Config) -> int:
 
 
 def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float = 1.0) -> Job:
-    """Fill in the open values of a configuration for this layout, and refuse a job that cannot run.
+    """Fill in the open values of a configuration for this layout. Refuse a job that cannot run.
 
     Args:
         asked: configuration as the user wrote it (`config.load`).

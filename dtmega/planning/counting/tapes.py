@@ -111,7 +111,7 @@ class Tape(NamedTuple):
     """Everything that one run of a graph reports to the recorder.
 
     Attributes:
-        events: launches and ends of storages, in order.
+        events: launches of operators and releases of storages, in order.
         results: results of the graph.
         kept: number of each storage that the graph makes and returns -> layout of the tensor on this storage.
         mode: torch's mode that makes the plan's fake tensors.
@@ -123,7 +123,7 @@ class Tape(NamedTuple):
     mode: FakeTensorMode | None
 
     def play(self, args: list[Any], recorder: Recorder) -> list[Any]:
-        """Report to the recorder everything that a run of the graph would report, and return the graph's results.
+        """Replay the graph: report the events of a run to the recorder and return the graph's results.
 
         Args:
             args: arguments of the same kind as in the first run. The list is emptied.

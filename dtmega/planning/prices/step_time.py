@@ -236,7 +236,7 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
 
 
 def _kind(action: str) -> str:
-    """The kind of a schedule's action, such as "F"; outside the schedule, the name of the phase."""
+    """The kind of an action, such as "F"; the name of the phase if the action is outside the schedule."""
     matched = ACTION.fullmatch(action)
     return matched[2] if matched else action
 

@@ -65,7 +65,7 @@ class Place(NamedTuple):
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:
-        """The number of `whole_elements` in the largest layer."""
+        """The part of `whole_elements` that belongs to the largest layer."""
         return self.largest - self.largest_experts * (1 - 1 / ep)
 
 
@@ -182,7 +182,7 @@ class Places:
 
 @functools.cache
 def _of_table(path: str, pp: int) -> tuple[list[float], float]:
-    """The number of microbatches in flight on each rank, and the bubble, for the schedule in a CSV file."""
+    """The number of microbatches in flight on each rank and the bubble of the schedule in a CSV file."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
 
