@@ -184,7 +184,7 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
     """The index of the decoder's first piece. With `split`, a stage begins at this piece.
 
     Raises:
-        ValueError: `split` is impossible, or is set together with `stages`.
+        ValueError: `split` is impossible or is set together with `stages`.
     """
     border = _decoder_start(pieces)
     if border == len(pieces):

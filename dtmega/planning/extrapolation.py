@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """For each rank, the peak number of microbatches whose forward has run but whose backward has not ended.
+    """The peak number of microbatches in flight on each rank: forward has run, but backward has not ended.
 
     Args:
         table: actions of the pipeline.

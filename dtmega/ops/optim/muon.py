@@ -1,6 +1,6 @@
 """Muon, which orthogonalises momentum matrices by Newton-Schulz (Jordan et al. 2024; Liu et al., arXiv:2502.16982).
 
-The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients of different
+The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients from different
 layouts differ by rounding errors of 1e-7. Newton-Schulz in bfloat16 would amplify these errors to 1e-2 of the update;
 in fp32, they stay below 1e-5.
 """
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
     def _averaged(self, weight: nn.Parameter) -> Tensor:
-        """Update the momentum with the gradient. Return this rank's part of their Nesterov average."""
+        """Update the momentum. Return this rank's part of the Nesterov average of momentum and gradient."""
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:

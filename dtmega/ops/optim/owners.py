@@ -128,7 +128,7 @@ class Owners:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], n_received: Sequence[int], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the tensors in sent[r] to each rank r. Return the received data, one flat tensor per sender."""
+        """Send the tensors in sent[r] to rank r, for all r. Return the received data, one flat tensor per sender."""
         n_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         flat = torch.cat([like[0].new_empty(0), *(tensor.flatten() for tensor in itertools.chain(*sent))])
         received = like[0].new_empty(sum(n_received))

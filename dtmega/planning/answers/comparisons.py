@@ -17,7 +17,7 @@ from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
-BLOCKS = "activations of "  # prefix of the owners that are blocks
+BLOCKS = "activations of "  # prefix of the owner names of blocks
 WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules for which Narayanan et al. give a formula
 HALF = ("bfloat16", "float16")
 
@@ -89,7 +89,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the largest number of bytes that weights, gradients and moments take together."""
+    """Compare the largest total size of weights, gradients and moments with a formula."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -128,7 +128,7 @@ def activation_bytes(at_peak: dict[str, int]) -> int:
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the largest number of bytes that the activations of all layers take together."""
+    """Compare the largest total size of all layers' activations with a formula."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0

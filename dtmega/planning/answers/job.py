@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     reserve_source: str
 
     def holds(self, peak_bytes: int) -> bool:
-        """True if tensors of `peak_bytes` fit into the memory together with the reserve."""
+        """True if `peak_bytes` of tensors and the reserve together fit into the memory."""
         return peak_bytes + self.reserve_bytes <= self.n_bytes
 
 
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """The number of data ranks, which divide the global batch among themselves."""
+        """The number of data ranks over which the global batch is divided."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
 
@@ -164,10 +164,10 @@ def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float
 
 
 def check_imbalance(imbalance: float, ep: int) -> None:
-    """Refuse a load of experts that no rank can have.
+    """Refuse an expert load that no rank can have.
 
     Raises:
-        ValueError: the largest load is below the mean, or above the tokens of all ranks in the group.
+        ValueError: the largest load is below the mean or above the total load of the ep group.
     """
     if ep == 1 and imbalance != 1:
         raise ValueError(

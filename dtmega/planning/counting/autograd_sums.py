@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ADD = torch.ops.aten.add.Tensor
-OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules between operator and caller in the stack
+OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules whose stack frames are skipped
 
 
 class EngineSums:

@@ -1,9 +1,9 @@
-"""Stand-ins, without values, for kernels that torch would replace or refuse on a pretended device.
+"""Stand-ins that compute no values, for kernels that torch would replace or refuse on a pretended device.
 
 The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
 products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
-bf16 for fake tensors. It has no FLOP formula for these products.
+bf16 for fake tensors and has no FLOP formula for these products.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
     """Inside the `with` block, replace the kernels of a real device with the stand-ins.
 
     Args:
-        experts_over: number of ranks that divide a mixture's experts among themselves; 1 if every rank has a part of
-            each expert. The tokens' choices of experts are not known, so all ranks are assumed to compute equal shares.
+        experts_over: number of ranks over which a mixture's experts are divided; 1 if every rank has a part of each
+            expert. The tokens' choices of experts are not known, so all ranks are assumed to compute equal shares.
     """
     grouped = torch.ops.aten._grouped_mm
     original = F.scaled_dot_product_attention

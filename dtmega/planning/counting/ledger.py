@@ -74,7 +74,7 @@ class Ledger:
         return not hidden
 
     def allocate(self, n_bytes: int, owner: str) -> int:
-        """Enter a storage without a tensor. Return its key for `free`; unlike an address, the key is negative."""
+        """Enter a storage without a tensor. Return a key for `free`; unlike an address, the key is negative."""
         self._n_allocated += 1
         key = -self._n_allocated
         self._entries[key] = 0, owner, None

@@ -1,4 +1,4 @@
-"""Make transformers build the attention masks of a real run in a plan, whose tensors have no values."""
+"""Make transformers build the same attention masks in a plan as in a run. A plan's tensors have no values."""
 
 from __future__ import annotations
 

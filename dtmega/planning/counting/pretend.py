@@ -204,7 +204,7 @@ def pretending(
         rank: number of the rank.
         world_size: number of ranks in the job.
         observer: observer that is informed of all operators.
-        true_share, imbalance: see `PlannedHost`.
+        true_share, imbalance: arguments of `PlannedHost`.
     """
     pretended = Pretended(device, observer)
     resize = torch.UntypedStorage.resize_

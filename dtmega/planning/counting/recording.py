@@ -69,7 +69,7 @@ class Recording:
         (key,) = (key for key, number in self._slots.items() if number == slot)
         del self._slots[key]
         arguments = [i for i, argument in enumerate(self._kind) if argument.slot == slot]
-        # Code outside the graph may hold an argument, but must not hold a tensor that the graph made.
+        # Code outside the graph may hold an argument but not a tensor that the graph made.
         if not arguments and self._ledger.lives(key):
             self._exact = False
         self._events.append(Freed(slot, arguments))
@@ -79,7 +79,7 @@ class Recording:
 
         Args:
             returned: results of the graph.
-            placeholders: index of the argument that each result is; -1 for a result that is not an argument.
+            placeholders: argument index of each result; -1 for a result that is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}

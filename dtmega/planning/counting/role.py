@@ -1,4 +1,4 @@
-"""Run the real `parallelize` and `train_step` of one rank on a pretended device, and report the rank's memory and work.
+"""Run the real `parallelize` and `train_step` of one rank on a pretended device. Report the rank's memory and work.
 
 A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents them all.
 """

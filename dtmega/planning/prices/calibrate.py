@@ -26,7 +26,7 @@ LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measu
 LAUNCHES = 100
 ENOUGH_S = 0.05  # a product that takes longer ends the series
 LEAST_REPEATS = 5
-LEAST_S = 0.2  # minimum time for which each work is repeated
+LEAST_S = 0.2  # minimum total time of the repetitions in one measurement
 GATHERS = 20
 COPY_BYTES = 2**28
 MESSAGE_BYTES = (2**12, 2**24)  # output sizes of the two all-gathers that separate latency from bandwidth
@@ -159,7 +159,7 @@ def _links(device: torch.device) -> tuple[int, float, float, int]:
         part = torch.zeros(n_bytes // n, dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(part) for _ in range(n)]
         times_s = []
-        for _ in range(GATHERS):  # the same number on every rank
+        for _ in range(GATHERS):  # a constant, so that all ranks run equally many
             dist.barrier()
             synchronize(device)
             started_s = time.perf_counter()

@@ -106,7 +106,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
 
 
 def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Copy work items. Renumber their waits for a list in which a new work item is inserted at index `first`."""
+    """Copy work items, with waits renumbered for a list in which a new work item is inserted at index `first`."""
     shifted = []
     for work in works:
         waits = tuple(number + (number >= first) for number in work.waits)

@@ -1,4 +1,4 @@
-"""The predicted time of one training step, from each pipeline rank's work items, a fabric, and the pipeline's schedule.
+"""Predict the time of one training step from each pipeline rank's work items, a fabric, and the pipeline's schedule.
 
     time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
     time.seconds, time.exposed_communication_s, time.bubble_fraction
@@ -9,7 +9,7 @@ the schedule with these durations and with the transfers between ranks. Finally,
 after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
-The prediction lets no collective run during the pipeline's bubbles, so it tends to overestimate the time.
+The prediction assumes that no collective runs during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def step_time(
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
-    place_of: dict[int, int] = {}  # identity of a list of works -> first place that has this list
+    place_of: dict[int, int] = {}  # identity of a list of work items -> first place that has this list
     for place, works in roles.items():
         first = place_of.setdefault(id(works), place)
         if first == place:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dtmega.planning.work import COMPUTE, Work
 
-OTHER = "other"  # axis name if the compute stream waits for a kernel on a different stream instead of a message
+OTHER = "other"  # axis name of waits for a kernel on a different stream, rather than for a message
 
 
 class Span(NamedTuple):
@@ -120,7 +120,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The span and the cause of each work item. The cause is the index of the earlier item whose end starts it, or -1.
+    """The span and the cause of each work item. An item's cause is the earlier item whose end lets it start, or -1.
 
     Raises:
         ValueError: a work item waits for itself or for a later work item.

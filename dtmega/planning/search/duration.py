@@ -31,8 +31,8 @@ LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
 # summed gradients.
 GATHER_COPIES, SUM_COPIES = 4, 2
 LAUNCHES = 240  # number of kernels that one layer launches in forward and backward
-# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, and writes the weight
-# and the moments.
+# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, then writes the
+# weight and the moments.
 OPTIMIZER_BYTES = 28
 NOT_IN_MICROBATCH: dict[str, Any] = {"schedule": "", "virtual_stages": 0}
 

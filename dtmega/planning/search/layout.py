@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """The number of data ranks, which divide the global batch among themselves."""
+        """The number of data ranks over which the global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property
