@@ -168,7 +168,7 @@ class Runs(NamedTuple):
     """The elements of a matrix that one rank holds.
 
     Attributes:
-        rows: runs (start, at, size) of consecutive rows: rows [start, start + size) of the whole matrix are rows
+        rows: runs (start, at, size) of consecutive rows. Rows [start, start + size) of the whole matrix are rows
             [at, at + size) of the part.
         columns: runs (start, at, size) of consecutive columns.
     """

@@ -32,7 +32,7 @@ def backward_and_sum(
     Args:
         sums: object that sums the gradients.
         module: module of the stage.
-        backward_type: kind of backward: "full", or "weight" for the weight part.
+        backward_type: "full" for a whole backward, or "weight" for the weight part.
         arguments: arguments that torch passes to the backward, keyed by name.
         microbatch: index of the microbatch in the step.
         last: whether this is the last microbatch of a step.
@@ -53,7 +53,7 @@ def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict
     Args:
         sums: object that sums the gradients of each unit.
         module: module of the stage.
-        param_groups: torch's groups of weights, each with the gradients from which the weights' gradients follow.
+        param_groups: torch's groups of weights, each with the gradients from which the weights' gradients are computed.
     """
     remaining = list(param_groups)
     for unit in sums.units():

@@ -43,9 +43,9 @@ class ScheduleKind(NamedTuple):
     """The requirements of a schedule.
 
     Attributes:
-        per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
+        per_rank: number of stages per rank ("1", "2", or "2+" for at least 2).
         shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
-        splits_backward: whether backward runs in two parts: first for input gradients, later for weight gradients.
+        splits_backward: whether backward runs in two parts (first for input gradients, later for weight gradients).
     """
 
     per_rank: Literal["1", "2", "2+"]

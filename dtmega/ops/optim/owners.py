@@ -40,8 +40,8 @@ class Owners:
     """The division of matrices among ranks.
 
     Args:
-        matrices: matrices to divide, in the same order on all ranks of the group: DTensors on a mesh with some of the
-            dims in DIMS, or tensors that every rank holds as a whole.
+        matrices: matrices to divide, in the same order on all ranks of the group. Each is a DTensor on a mesh with some
+            of the dims in DIMS, or a tensor that every rank holds as a whole.
         costs: amount of work for each matrix.
         group: process group of the ranks that hold the matrices, in the order of DIMS.
         sizes: number of ranks along each dim in DIMS.

@@ -159,7 +159,7 @@ def _links(device: torch.device) -> tuple[int, float, float, int]:
         part = torch.zeros(n_bytes // n, dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(part) for _ in range(n)]
         times_s = []
-        for _ in range(GATHERS):  # a constant, so that all ranks run equally many
+        for _ in range(GATHERS):  # a constant, so that all ranks run equally many gathers
             dist.barrier()
             synchronize(device)
             started_s = time.perf_counter()

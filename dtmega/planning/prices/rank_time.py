@@ -44,7 +44,7 @@ class RankTimes(NamedTuple):
 def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
     """Make a function that returns the ranks in a process group, given the group's name (`mesh.World.groups`).
 
-    The function also accepts "world" and names such as "pp 0+2", which is a group of only some pipeline places.
+    The function also accepts "world" and names such as "pp 0+2" for groups of only some pipeline places.
 
     Args:
         sizes: size of each axis of the mesh.

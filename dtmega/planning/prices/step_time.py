@@ -69,7 +69,7 @@ def step_time(
 ) -> StepTime:
     """Predict the time of one step.
 
-    A microbatch that a role has not run takes the median time of the microbatches that the role has run.
+    A microbatch that a role has not run is assumed to take the median time of the role's other microbatches.
 
     Args:
         roles: pipeline place -> work items of the rank at this place. Places may share one list; their stages are
@@ -163,7 +163,7 @@ def _n_outputs(actions: Iterable[Action], table: Table) -> int:
 
 
 def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
-    """The step time without a pipeline. Microbatches that the rank has not run take the median times."""
+    """The step time without a pipeline. Microbatches that the rank has not run are assumed to take median times."""
     seen: dict[str, list[float]] = defaultdict(list)
     for action, seconds in rank.actions.items():
         seen[action.kind].append(seconds)

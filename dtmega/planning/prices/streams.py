@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dtmega.planning.work import COMPUTE, Work
 
-OTHER = "other"  # axis name of waits for a kernel on a different stream, rather than for a message
+OTHER = "other"  # axis name for waits on a kernel of a different stream (not on a message)
 
 
 class Span(NamedTuple):

@@ -110,7 +110,7 @@ class MemoryEstimator:
         return fullest
 
     def _count_states(self, place: Place, layout: Layout, n_microbatches: int) -> tuple[float, float]:
-        """The bytes of weights and gradients while microbatches run, and the bytes while the optimizer runs."""
+        """Bytes of weights and gradients held while microbatches run, and bytes held while the optimizer runs."""
         n, shards = place.elements / layout.tp, layout.n_shards
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         n_trained = n * self._trained
@@ -131,7 +131,7 @@ class MemoryEstimator:
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
-        """The bytes that a microbatch keeps at a place, and the additional bytes while one layer or the loss runs."""
+        """Bytes that a microbatch keeps at a place, and additional bytes held while one layer or the loss runs."""
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes

@@ -14,7 +14,7 @@ from dtmega.planning.search.layouts import Fallen, Layouts
 
 EVERY_S = 0.5  # time between two progress reports
 ROUNDS = 3  # the shortlist has ROUNDS times `top` layouts, in case none of the first layouts fits
-KEPT = 3  # estimation keeps KEPT times the shortlist's size, because some layouts differ only in schedule
+KEPT = 3  # estimation keeps KEPT times as many layouts as the shortlist, because some differ only in schedule
 GIB = 2**30
 
 
