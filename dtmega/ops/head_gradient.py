@@ -15,8 +15,8 @@ from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.softmax import slices, wide
 
 PRODUCT_COLUMNS = 4096  # number of vocabulary columns in one bf16 product, which is then added to the fp32 sum
-TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum takes longer than the faster products save
-TRANSPOSED_COLUMNS = 256  # number of columns to transpose at a time, so that they stay in the level-2 cache
+TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum costs more time than the faster products save
+TRANSPOSED_COLUMNS = 256  # number of columns to transpose at a time, few enough to stay in the level-2 cache
 
 
 class WeightGradient:

@@ -32,7 +32,7 @@ class Host:
         return mask.nonzero().squeeze(1)
 
     def each(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """All parts, in order."""
+        """Return all parts, in order."""
         return parts
 
 
@@ -66,7 +66,7 @@ def must_skip(check: str) -> bool:
     """True in a plan, which cannot compare values.
 
     Args:
-        check: sentence that names the check for the user.
+        check: sentence that describes the check to the user.
     """
     return _hosts[-1].must_skip(check)
 
@@ -74,7 +74,7 @@ def must_skip(check: str) -> bool:
 def each(parts: Sequence[slice]) -> Iterable[slice]:
     """The parts over which a loop iterates. The loop does the same work for all parts of equal length.
 
-    A plan runs the work for only one part of each length, and counts the work for all parts of this length.
+    For each length, a plan runs the work once and counts it for all parts of this length.
     """
     return _hosts[-1].each(parts)
 

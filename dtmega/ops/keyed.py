@@ -105,7 +105,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for all bits drawn under `name`, as an argument for `draws`."""
+    """A key in [0, 2**64) for all bits drawn under `name`. Pass the key to `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

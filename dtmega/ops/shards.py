@@ -73,7 +73,7 @@ def boxes(tensor: Tensor) -> list[Box]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank. All ranks of the tensor's mesh must call this function together.
 
-    In torch 2.11 DTensor's own `full_tensor()` raises an error for a tensor that is cut in parts.
+    In torch 2.11, DTensor's own `full_tensor()` raises an error if a dim of the tensor is cut in parts.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -144,7 +144,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    To find the indices, the vector 0, 1, 2, ... is cut by the same placements as the tensor's dim.
+    The function finds the indices by cutting the vector 0, 1, 2, ... with the placements of the tensor's dim.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -168,7 +168,7 @@ class Runs(NamedTuple):
     """The elements of a matrix that one rank holds.
 
     Attributes:
-        rows: runs (start, at, size) of consecutive rows: rows [start, start + size) of the whole matrix are rows
+        rows: runs (start, at, size) of consecutive rows. Rows [start, start + size) of the whole matrix are rows
             [at, at + size) of the part.
         columns: runs (start, at, size) of consecutive columns.
     """

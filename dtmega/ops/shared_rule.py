@@ -101,7 +101,7 @@ def _run_of_heads(
 def _runs_of_tokens(
     part: Any, context: ContextParallel, balanced: bool, finish: Callable[[Any, bool], Any]
 ) -> list[RunRule]:
-    """The rules for the runs of queries that this rank holds, each with all keys that the run may see."""
+    """One rule for each run of this rank's queries, with all keys that the queries in the run may see."""
     # A causal query sees no later key, unless the key is part of a prefix.
     ends_with_queries = part.causal and part.prefix is None
     runs: list[RunRule] = []

@@ -105,7 +105,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _without_base(x: Tensor) -> Tensor:
-    """Detach x from its base tensor, because torch would compile new kernels for each size of a view."""
+    """Detach x from its base tensor, because torch would otherwise compile new kernels for each size of a view."""
     return x.detach()
 
 

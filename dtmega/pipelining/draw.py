@@ -19,8 +19,8 @@ GAP = 8  # space between rows
 LEFT = 74  # width of the rows' labels
 TOP = 76  # height of title and legend
 LEGEND_TOP = 36  # height of the title alone
-LEAST_WIDTH = 880  # minimum width of a picture, which is the width of the legend
-PAGE_WIDTH = 1230  # minimum width of a timeline in seconds, which is the width of a report's page
+LEAST_WIDTH = 880  # minimum width of a picture; equals the width of the legend
+PAGE_WIDTH = 1230  # minimum width of a picture with an axis in seconds; equals the width of a report's page
 DIGIT = 8  # width of a digit of a microbatch's number
 TICKS = 100  # minimum distance between two ticks, on an axis in seconds
 MIDDLE = 0.35  # share of the darker fill colour, for a rank with a single stage and for the legend
@@ -55,7 +55,7 @@ class Clock(NamedTuple):
 
 
 def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
-    """Draw the configured schedule for the full global batch, and write the picture to the file in [pipeline] draw.
+    """Draw the configured schedule for the full global batch. Write the picture to the file that [pipeline] draw names.
 
     Raises:
         ValueError: the file cannot be written.

@@ -25,7 +25,7 @@ class Relay:
         device: device on which this rank computes.
 
     Attributes:
-        longest, has_cache: values of these `Model` attributes in the stages.
+        longest, has_cache: the stages' values of the `Model` attributes with these names.
         training: flag that is always False.
     """
 
@@ -60,7 +60,7 @@ class Relay:
 
         Args:
             tokens: token ids, [B, S] int64.
-            cache: cache of the whole model, which holds one cache per stage; None to cache nothing.
+            cache: the whole model's cache, made of one cache per stage; None to cache nothing.
             rows: remaining tensors of the batch, keyed by name.
         """
         if cache is not None:

@@ -75,7 +75,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """Describe the rule of torch's schedule that n microbatches would break; '' if n microbatches break no rule."""
+    """Describe which rule of torch's schedule n microbatches would break; '' if n microbatches break no rule."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -97,7 +97,7 @@ class Pipeline:
 
     Under FSDP, torch's stages gather weights once, before the first forward. The modules must therefore be wrapped with
     reshard_after_forward=False; the stages set all other FSDP switches themselves. With more than three stages per
-    rank, torch keeps only three stages gathered at a time, and gathers the remaining stages again. Gradients are
+    rank, torch keeps only three stages gathered at a time and gathers the other stages again. Gradients are
     reduced after the last backward (the last W, if backward runs in two parts) or, with `sums`, after each backward.
 
     *Memory:* torch keeps two receive buffers per microbatch, one for the activation and one for the gradient
@@ -134,7 +134,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward only, and add the modules' sums to the tally. The caller sets eval mode."""
+        """Run forward only and add the modules' sums to the tally. The caller sets eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:

@@ -70,7 +70,7 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 
 @functools.cache  # a search over layouts cuts a model into the same number of stages many times
 def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
-    """Compute the result of `balanced`. The decorator caches the results."""
+    """Compute the cut that `balanced` returns, and cache it."""
     flops = [0, *accumulate(piece.flops for piece in costs)]
     parameters = [0, *accumulate(piece.parameters for piece in costs)]
     slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)
@@ -96,7 +96,7 @@ def _best_cut(
         stage_cost: function (i, j) -> cost of a stage with the pieces i to j - 1.
         combine: function (cost, cost) -> combined cost of two stages, for example max or sum.
     """
-    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages, initially k = 1.
+    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages. k begins at 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
@@ -132,13 +132,13 @@ def pieces_of_stages(
     the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs
     V D parameters, as much as the head, whether or not the two are tied.
 
-    *Example:* the head of BLOOM-176B takes the time of 1.44 layers. For 12 stages, the balanced cut has eleven stages
-    of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes the time of 6 layers. The
+    *Example:* the head of BLOOM-176B takes as long as 1.44 layers. For 12 stages, the balanced cut has eleven stages
+    of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes as long as 6 layers. The
     published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
-    published cut, every step is 7 % longer, because the last stage takes the time of 6.44 layers. In return, the first
+    published cut, every step is 7 % longer, because the last stage takes as long as 6.44 layers. In return, the first
     stage holds one layer fewer.
 
-    *Tip:* list `stages` yourself if memory is short. If the head takes the time of several layers (250k words, small
+    *Tip:* list `stages` yourself if memory is short. If the head takes as long as several layers (250k words, small
     D), the balanced cut may leave the first and the last stage without any layer.
 
     Args:
@@ -184,7 +184,7 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
     """The index of the decoder's first piece. With `split`, a stage begins at this piece.
 
     Raises:
-        ValueError: `split` is impossible, or is set together with `stages`.
+        ValueError: `split` is impossible or is set together with `stages`.
     """
     border = _decoder_start(pieces)
     if border == len(pieces):

@@ -110,7 +110,7 @@ class Stage(PipelineStage):
     ) -> None:
         """Run a backward pass, which is never split if no input of the stage needs a gradient.
 
-        torch's split backward has two passes. The first pass computes the gradients of inputs, and also collects the
+        torch's split backward has two passes. The first pass computes the gradients of inputs and collects the
         weights for the second pass. torch allows only the first stage to have no input gradients. In a stage after
         frozen stages, no input needs a gradient, so the two passes would compute no gradients for the weights.
         """
@@ -160,7 +160,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return a tensor unchanged. In backward, the gradient of each total is the total's factor."""
+    """Return `carrier` unchanged. In backward, each total gets its factor as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a stage's backward pass, and sum the weight gradients over the data ranks after each microbatch."""
+"""Run a stage's backward pass. Sum the weight gradients over the data ranks after each microbatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sums(Protocol):
     def finish(self) -> None: ...
 
 
-Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # input gradients, torch's weight groups
+Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # (input gradients, torch's weight groups)
 
 
 def backward_and_sum(
@@ -32,7 +32,7 @@ def backward_and_sum(
     Args:
         sums: object that sums the gradients.
         module: module of the stage.
-        backward_type: kind of backward: "full", or "weight" for the weight part.
+        backward_type: "full" for a whole backward, or "weight" for the weight part.
         arguments: arguments that torch passes to the backward, keyed by name.
         microbatch: index of the microbatch in the step.
         last: whether this is the last microbatch of a step.
@@ -53,7 +53,7 @@ def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict
     Args:
         sums: object that sums the gradients of each unit.
         module: module of the stage.
-        param_groups: torch's groups of weights, each with the gradients of the results computed from these weights.
+        param_groups: torch's groups of weights, each with the gradients from which the weights' gradients are computed.
     """
     remaining = list(param_groups)
     for unit in sums.units():

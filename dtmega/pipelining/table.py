@@ -43,9 +43,9 @@ class ScheduleKind(NamedTuple):
     """The requirements of a schedule.
 
     Attributes:
-        per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
+        per_rank: number of stages per rank ("1", "2", or "2+" for at least 2).
         shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
-        splits_backward: whether backward runs in two parts: first for input gradients, later for weight gradients.
+        splits_backward: whether backward runs in two parts (first for input gradients, later for weight gradients).
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -109,8 +109,8 @@ def _torch_cells(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> 
     """List each rank's cells, in torch's notation, for a schedule that torch's classes define."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # A stand-in stage with the attributes that torch's schedule classes read. From the stages of any one rank, these
-    # classes compute the rows of all ranks.
+    # A stand-in stage with the attributes that torch's schedule classes read. These classes need the stages of only
+    # one rank to compute the rows of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
     return [[str(action) for action in order[rank] if action] for rank in range(pp)]
@@ -352,5 +352,5 @@ def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
     own_forward = (Action(stage, "F", m),)
     if stage == last:
         return [own_forward]
-    # The next stage's gradient comes from its whole backward, or from the part of backward for inputs.
+    # The gradient from the next stage comes from a whole backward (B) or from the input part of a backward (I).
     return [own_forward, (Action(stage + 1, "B", m), Action(stage + 1, "I", m))]

@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """For each rank, the peak number of microbatches whose forward has run but whose backward has not ended.
+    """The peak number of microbatches in flight on each rank: forward has run, but backward has not ended.
 
     Args:
         table: actions of the pipeline.
@@ -107,7 +107,7 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
     Returns:
         Name of an action in the longer step -> name of an action in the shorter step; {} if the growth is not linear,
-        or if the rank may hold more at an unrepresented action of the whole step than at all represented actions.
+        or if the rank may hold more at an unrepresented action of the whole step than at any represented action.
     """
     shorter, longer, whole = (_states(row) for row in rows)
     pairs = {}
@@ -132,7 +132,7 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
 
 def _is_even(before: State, state: State, after: State, times: int) -> bool:
-    """True if the growth from `before` to `state`, repeated `times` more times, leads to `after`."""
+    """True if `times` more increases, each equal to the increase from `before` to `state`, lead to `after`."""
     return all(after[key] == state[key] + times * (state[key] - before[key]) for key in {*before, *state, *after})
 
 
@@ -193,7 +193,7 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
-    """A unique key for each span: the span's name, the last pipeline action up to the span, and a number."""
+    """A unique key for each span: the span's name, the latest pipeline action (up to this span), and a number."""
     keys = []
     seen: Counter[tuple[str, str]] = Counter()
     previous = ""
@@ -228,7 +228,7 @@ def _line(before: Span, span: Span, times: int) -> Span:
 
 
 def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:
-    """The bytes of each owner after the growth from `before` to `after` is repeated `times` more times."""
+    """The bytes of each owner after `times` more increases, each equal to the increase from `before` to `after`."""
     grown = {}
     for owner in itertools.chain(after, before.keys() - after.keys()):
         grown[owner] = after.get(owner, 0) + times * (after.get(owner, 0) - before.get(owner, 0))

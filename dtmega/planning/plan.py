@@ -29,7 +29,7 @@ from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
 HELD_BETWEEN_PARTS = 0.5  # gradients that wait for the second part of backward, as a share of a microbatch in flight
-RunRole = Callable[..., Role]  # runs `plan_role` with its arguments
+RunRole = Callable[..., Role]  # function that runs `plan_role`
 
 
 class Plan(NamedTuple):
@@ -123,7 +123,7 @@ def plan_job(
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
         if sent_after(cfg.pipeline, sizes["pp"], n):
-            kinds = list(range(sizes["pp"]))  # even equal places run the two actions of a cell in different orders
+            kinds = list(range(sizes["pp"]))  # equal places run the two actions of a cell in different orders
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):
@@ -152,7 +152,7 @@ def in_own_process(*arguments: Any) -> Role:
     """Run `plan_role` in a separate process, because DTensor's caches keep the process groups of an earlier role.
 
     Raises:
-        ValueError: training would refuse the role too, so the role cannot be planned.
+        ValueError: the role cannot be planned, because training would refuse the role too.
         ChildProcessError: the role's process was killed, or the planner failed in this process.
     """
     return own_process.run(plan_role, *arguments)

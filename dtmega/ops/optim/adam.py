@@ -27,7 +27,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, but with local parts instead of DTensors. The state still holds DTensors."""
+        """Fill torch's lists of tensors with local parts instead of DTensors. The state still holds DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):

@@ -26,7 +26,7 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
     """The L2 norm over tensors on a CPU, as an fp64 scalar.
 
     On a CPU, torch sums a tensor's squares in fp32. With half a million squares, the sum has an error of 5e-5, which
-    differs between layouts. This function therefore computes the norms of short rows first, and then combines
+    differs between layouts. This function therefore computes the norms of short rows first and then combines
     these norms in fp64.
     """
     norms = [torch.zeros(1)]

@@ -1,6 +1,6 @@
 """Muon, which orthogonalises momentum matrices by Newton-Schulz (Jordan et al. 2024; Liu et al., arXiv:2502.16982).
 
-The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients of different
+The formulas are the same as in `torch.optim.Muon`, except that Newton-Schulz runs in fp32. Gradients from different
 layouts differ by rounding errors of 1e-7. Newton-Schulz in bfloat16 would amplify these errors to 1e-2 of the update;
 in fp32, they stay below 1e-5.
 """
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """View a weight as one tensor per matrix; each splits `dim` into two dims, [repeats of the pattern, size]."""
+        """Views of a weight, one per size. In each view, two dims [repeats of the pattern, size] replace `dim`."""
         sizes = self.sizes or (weight.shape[self.dim],)
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update)
 
     def _averaged(self, weight: nn.Parameter) -> Tensor:
-        """Move the momentum towards the gradient, and return this rank's part of the Nesterov average of the two."""
+        """Update the momentum. Return this rank's part of the Nesterov average of momentum and gradient."""
         assert weight.grad is not None
         state = self.state[weight]
         if "momentum_buffer" not in state:

@@ -40,8 +40,8 @@ class Owners:
     """The division of matrices among ranks.
 
     Args:
-        matrices: matrices to divide, in the same order on all ranks of the group: DTensors on a mesh with some of the
-            dims in DIMS, or tensors that every rank holds as a whole.
+        matrices: matrices to divide, in the same order on all ranks of the group. Each is a DTensor on a mesh with some
+            of the dims in DIMS, or a tensor that every rank holds as a whole.
         costs: amount of work for each matrix.
         group: process group of the ranks that hold the matrices, in the order of DIMS.
         sizes: number of ranks along each dim in DIMS.
@@ -56,8 +56,8 @@ class Owners:
         assert len(places) == n
         self._shapes = [matrix.shape for matrix in matrices]
         owners = divided(costs, n)
-        # The first list has the indices of the matrices that each rank owns. The second list has the indices of the
-        # matrices whose parts this rank sends to each owner.
+        # `_of_owner` lists, for each rank, the indices of the matrices that the rank owns. `_sent` lists, for each
+        # owner, the indices of the matrices whose parts this rank sends to the owner.
         self._of_owner: list[list[int]] = [[] for _ in range(n)]
         self._sent: list[list[int]] = [[] for _ in range(n)]
         self._owned: list[_Owned] = []
@@ -128,7 +128,7 @@ class Owners:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], n_received: Sequence[int], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the tensors in sent[r] to each rank r. Return the received data, one flat tensor per sender."""
+        """Send the tensors in sent[r] to rank r, for all r. Return the received data, one flat tensor per sender."""
         n_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         flat = torch.cat([like[0].new_empty(0), *(tensor.flatten() for tensor in itertools.chain(*sent))])
         received = like[0].new_empty(sum(n_received))

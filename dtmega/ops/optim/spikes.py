@@ -23,7 +23,7 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """True if a step is a spike compared with the recent steps. Afterwards the step itself counts as recent.
+        """True if a step is a spike compared with the recent steps. The step then becomes one of the recent steps.
 
         The first WINDOW / 2 steps never count as spikes, because too few earlier steps exist.
         """

@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
         n_bytes: sum of the messages' sizes. A message's size is the size of its largest buffer on the rank.
         seconds: predicted duration of the messages; None for messages between pipeline stages, which are part of the
             schedule's time.
-        exposed_s: predicted time for which computing waits for the messages; None for messages between stages.
+        exposed_s: predicted time during which computation waits for the messages; None for messages between stages.
     """
 
     axis: str

@@ -17,13 +17,13 @@ from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
-BLOCKS = "activations of "  # prefix of the owners that are blocks
+BLOCKS = "activations of "  # prefix of the owner names of blocks
 WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules for which Narayanan et al. give a formula
 HALF = ("bfloat16", "float16")
 
 
 class Comparison(NamedTuple):
-    """A count, and the value that a formula gives for the same quantity.
+    """A counted quantity, and the value that a formula gives for this quantity.
 
     Attributes:
         what: name of the quantity.
@@ -89,7 +89,7 @@ def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the largest number of bytes that weights, gradients and moments take together."""
+    """Compare the largest total size of weights, gradients and moments with a formula."""
     elements = sum(piece.elements for piece in mine)
     if plan.table is not None:
         elements += _copies(plan, place, mine)
@@ -128,7 +128,7 @@ def activation_bytes(at_peak: dict[str, int]) -> int:
 
 
 def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparison:
-    """Compare a formula with the largest number of bytes that the activations of all layers take together."""
+    """Compare the largest total size of all layers' activations with a formula."""
     cfg, sizes = job.cfg, job.sizes
     layers = sum(piece.is_layer for piece in mine)
     flight = 1.0
@@ -136,7 +136,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
         n_stages = len({action.stage for action in plan.table[place]})
         flight = in_flight(plan.table)[place] / n_stages
     assert isinstance(cfg.model, DropoutModel)
-    # Fused attention keeps no scores, like Megatron's "selective" recomputation, and has no dropout.
+    # Without attention dropout, attention is fused and keeps no scores, like Megatron's "selective" recomputation.
     recompute = "selective"
     each = "34 s b h, without scores,"
     if cfg.recompute.mode == "full":
@@ -158,7 +158,7 @@ def _activations(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Com
 
 
 def compare_bubble(job: Job, plan: Plan) -> Comparison | None:
-    """Compare a formula with the bubble of a simulation with equal stages; return None if there is no formula."""
+    """Compare the bubble formula with a simulation of equal stages; return None if the schedule has no formula."""
     pipeline = job.cfg.pipeline
     if plan.table is None or pipeline.csv or pipeline.schedule not in WITH_BUBBLE:
         return None

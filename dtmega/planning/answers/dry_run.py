@@ -1,4 +1,4 @@
-"""`train.py --dry-run`: check whether training would start, and print the batch's split and each rank's memory.
+"""`train.py --dry-run`: check whether training would start; print how the batch is split and each rank's memory.
 
     torchrun --nproc-per-node 2 train.py --config bloom.toml --mesh.tp 2 --dry-run
     python train.py --config bloom-176b.toml --dry-run --world 384 --mesh.tp 4 --mesh.pp 12 --memory 80GiB
@@ -29,7 +29,7 @@ FIRST = "dry run: nothing was started or written"
 
 
 def main(argv: list[str]) -> int:
-    """Perform a dry run, and return the exit code."""
+    """Perform a dry run and return the exit code."""
     try:
         return _run(argv, Startup())
     except Refused as refused:
@@ -71,7 +71,7 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Separate the options of a dry run from the arguments of the run.
 
     Raises:
-        ValueError: an option has no value, or is given twice.
+        ValueError: an option has no value or is given twice.
     """
     given: dict[str, str] = {}
     rest: list[str] = []

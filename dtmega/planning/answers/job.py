@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     reserve_source: str
 
     def holds(self, peak_bytes: int) -> bool:
-        """True if tensors with this peak and the reserve together fit into the memory."""
+        """True if `peak_bytes` of tensors and the reserve together fit into the memory."""
         return peak_bytes + self.reserve_bytes <= self.n_bytes
 
 
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """The number of data ranks, which divide the global batch among themselves."""
+        """The number of data ranks over which the global batch is divided."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
 
@@ -128,7 +128,7 @@ def world_of(cfg: Config) -> int:
     """The number of ranks in a mesh whose sizes are all given.
 
     Raises:
-        ValueError: a size is -1, and therefore depends on a number of ranks that the user has not given.
+        ValueError: a size is -1, which requires a number of ranks, but the user has given no number.
     """
     sizes = {axis: getattr(cfg.mesh, axis) for axis in mesh.AXES}
     for axis, size in sizes.items():
@@ -141,7 +141,7 @@ def world_of(cfg: Config) -> int:
 
 
 def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float = 1.0) -> Job:
-    """Fill in the open values of a configuration for this layout, and refuse a job that cannot run.
+    """Fill in the open values of a configuration for this layout. Refuse a job that cannot run.
 
     Args:
         asked: configuration as the user wrote it (`config.load`).
@@ -164,10 +164,10 @@ def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float
 
 
 def check_imbalance(imbalance: float, ep: int) -> None:
-    """Refuse a load of experts that no rank can have.
+    """Refuse an expert load that no rank can have.
 
     Raises:
-        ValueError: the largest load is below the mean, or above the tokens of all ranks in the group.
+        ValueError: the largest load is below the mean or above the total load of the ep group.
     """
     if ep == 1 and imbalance != 1:
         raise ValueError(

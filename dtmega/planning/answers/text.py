@@ -156,7 +156,7 @@ def _role(role: RoleAnswer, answer: Answer) -> list[str]:
 
 
 def _where(places: Sequence[int], plan: Plan) -> str:
-    """The places of a role in words."""
+    """Describe a role's pipeline places in words."""
     if plan.table is None:
         return "every rank"
     runs: list[list[int]] = []

@@ -18,7 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ADD = torch.ops.aten.add.Tensor
-OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules of the frames between operator and caller
+OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules whose stack frames are skipped
 
 
 class EngineSums:

@@ -1,4 +1,4 @@
-"""Run compiled blocks without a compiler: run the graphs that Inductor would compile, operator by operator.
+"""Run compiled blocks without a compiler: interpret the graphs that Inductor would compile.
 
 As in a real run, Dynamo captures a block, and AOT's partition decides what forward keeps for backward. Inductor fuses
 elementwise operators with the operators that read their results. This module therefore counts no memory for a result
@@ -51,7 +51,7 @@ def counted(recorder: Recorder | None = None) -> Iterator[None]:
         bw_compiler=compile_graph,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,  # as in Inductor: a changed argument needs no copy
-        decompositions=select_decomp_table(),  # the partition depends on the decompositions
+        decompositions=select_decomp_table(),  # AOT's partition depends on the decompositions
     )
     # Without this reset, functions that the process compiled earlier would still run as Inductor's kernels.
     compiled_pass.cache_clear()
@@ -79,7 +79,7 @@ class _Graph:
 
     Args:
         module: graph to run.
-        recorder: see `counted`.
+        recorder: argument of `counted`.
     """
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
@@ -93,7 +93,7 @@ class _Graph:
         self._tapes: dict[tuple[Argument, ...], Tape | None] = {}
 
     def run(self, args: list[Any]) -> Any:
-        """Run the graph, or replay an earlier run on arguments of the same kind. The list of arguments is emptied."""
+        """Run the graph or replay an earlier run on arguments of the same kind. Either way, empty `args`."""
         recorder = self._recorder
         if recorder is None or recorder.in_build:
             return _Run(self._module, self._fused, recorder).boxed_run(args)
@@ -122,8 +122,8 @@ class _Run(fx.Interpreter):
     Args:
         module: graph to run.
         fused: nodes whose results are never in memory.
-        recorder: see `counted`.
-        recording: receiver of the values of the graph.
+        recorder: argument of `counted`.
+        recording: recording that receives the graph's values; None to record nothing.
     """
 
     def __init__(

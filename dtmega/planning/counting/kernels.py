@@ -1,9 +1,9 @@
-"""Stand-ins, without values, for kernels that torch would replace or refuse on a pretended device.
+"""Stand-ins that compute no values, for kernels that torch would replace or refuse on a pretended device.
 
 The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
 products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
-bf16 for fake tensors, and has no FLOP formula for these products.
+bf16 for fake tensors and has no FLOP formula for these products.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _scaled_dot_product_attention(
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     bias = attn_mask
     if bias is not None and bias.dtype == torch.bool:
-        # The kernel adds numbers, so torch converts the boolean mask to numbers, and keeps the numbers for backward.
+        # The kernel adds numbers, so torch converts the boolean mask to numbers. Backward keeps these numbers.
         hidden = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         bias = torch.where(bias, 0.0, hidden)
     share = (query.shape[-2] + 1) / 2 / key.shape[-2] if is_causal else 1.0
@@ -160,7 +160,7 @@ def _grouped_product(mode: FakeTensorMode, operator: Any, a: Tensor, b: Tensor, 
 
 
 def _flops_of_groups(share: float, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of the products of row groups with matrices. A rank computes only its own experts' share."""
+    """FLOPs of multiplying each group of rows by its expert's matrix. A rank computes only its own experts' share."""
     n_products = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return round(2 * n_products * a.shape[-2] * a.shape[-1] * b.shape[-1] * share)
 
@@ -170,8 +170,8 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
     """Inside the `with` block, replace the kernels of a real device with the stand-ins.
 
     Args:
-        experts_over: number of ranks that divide a mixture's experts among themselves; 1 if every rank has a part of
-            each expert. The tokens' choices of experts are not known, so all ranks are assumed to compute equal shares.
+        experts_over: number of ranks over which a mixture's experts are divided; 1 if every rank has a part of each
+            expert. The tokens' choices of experts are not known, so all ranks are assumed to compute equal shares.
     """
     grouped = torch.ops.aten._grouped_mm
     original = F.scaled_dot_product_attention

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
     Attributes:
         work: kernel or message, without its action, stream and waits; None for an operator that takes no time.
-        is_async: whether later work waits for the message only after an explicit wait in the program.
+        is_async: whether later work may run during the message, until the program waits for the message explicitly.
         result: address of the storage that receives a message's result, if the program waits for the message with
             `wait_tensor`; otherwise 0.
         awaited: address of the storage whose message this operator waits for; 0 if the operator is not a wait.
@@ -116,7 +116,7 @@ def launched(
         args: arguments of the operator.
         kwargs: keyword arguments of the operator.
         output: result of the operator.
-        ledger: ledger of the device, which records the tensors that are never in memory.
+        ledger: the device's ledger, which records the tensors that are never in memory.
         groups: torch's name for each process group -> (our name for the group, size of the group).
         hidden: whether the operator's results are never in memory.
     """

@@ -53,7 +53,7 @@ class Ledger:
         self._at_peak: dict[str, int] = {}
 
     def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
-        """Enter the storage of a tensor, and return True if the storage takes memory and is new to the ledger.
+        """Enter the storage of a tensor. Return True if the storage takes memory and is new to the ledger.
 
         Args:
             tensor: tensor whose storage is entered.
@@ -74,7 +74,7 @@ class Ledger:
         return not hidden
 
     def allocate(self, n_bytes: int, owner: str) -> int:
-        """Enter a storage without a tensor, and return its key for `free`. Unlike an address, the key is negative."""
+        """Enter a storage without a tensor. Return a key for `free`; unlike an address, the key is negative."""
         self._n_allocated += 1
         key = -self._n_allocated
         self._entries[key] = 0, owner, None
@@ -90,7 +90,7 @@ class Ledger:
         return key in self._entries
 
     def hides(self, tensor: Tensor) -> bool:
-        """True if the tensor was entered as hidden."""
+        """True if the tensor's storage was entered as hidden."""
         return local_part(tensor).untyped_storage()._cdata in self._hidden
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -109,7 +109,7 @@ class Ledger:
         self._entries[key] = n_bytes, owner, reference
 
     def end_span(self, action: str) -> None:
-        """End the current action, and begin the next action with the bytes that are held now."""
+        """End the current action. The next action begins with the bytes that are held now."""
         self.spans.append(Span(action, self._peak_bytes, self._at_peak, self.now_bytes))
         self.forget_peak()
 

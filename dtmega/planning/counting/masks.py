@@ -1,4 +1,4 @@
-"""Make transformers build the same attention masks in a plan, where tensors have no values, as in a run."""
+"""Make transformers build the same attention masks in a plan as in a run. A plan's tensors have no values."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from dtmega.planning.counting.torch_cuda import answers_of_cuda
 
 
 class Observer(Protocol):
-    """The receiver of everything that runs on the pretended device."""
+    """The interface of an object that observes everything that runs on the pretended device."""
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record an operator that was launched."""
@@ -82,7 +82,7 @@ class Pretended:
 
     @contextlib.contextmanager
     def holding_everything(self, everything: bool = True) -> Iterator[None]:
-        """Set `everything` inside the `with` block, and restore the old value afterwards."""
+        """Set `everything` inside the `with` block; restore the old value afterwards."""
         before, self.everything = self.everything, everything
         try:
             yield
@@ -90,7 +90,7 @@ class Pretended:
             self.everything = before
 
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator without values, and show it to the observer."""
+        """Run an operator without values and show the operator to the observer."""
         if self.sums.in_place(operator, args):
             operator = torch.ops.aten.add_.Tensor
         named = kwargs.get("device")
@@ -119,7 +119,7 @@ class Pretended:
 
 
 class _Watching(TorchDispatchMode):
-    """Sends every operator through the pretended device. As an infrastructure mode, it does not disable Dynamo."""
+    """Sends every operator through the pretended device. This is an infrastructure mode, so Dynamo stays enabled."""
 
     def __init__(self, pretended: Pretended) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def pretending(
         rank: number of the rank.
         world_size: number of ranks in the job.
         observer: observer that is informed of all operators.
-        true_share, imbalance: see `PlannedHost`.
+        true_share, imbalance: arguments of `PlannedHost`.
     """
     pretended = Pretended(device, observer)
     resize = torch.UntypedStorage.resize_
@@ -214,7 +214,7 @@ def pretending(
         pretended.resized(storage)
         return result
 
-    # At the first use of `with torch.device(...)`, torch lists the functions that this mode changes. Use the mode once
+    # At the first `with torch.device(...)`, torch lists the functions that the device mode changes. Enter the mode once
     # here, before any function is patched.
     with torch.device("meta"):
         torch.empty(0)
@@ -242,7 +242,7 @@ def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
     move = Tensor.to
 
     def dispatch_here(mode: FakeTensorMode, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch's composite operators pass on the device that C++ sees in a tensor.
+        # torch's composite operators pass on the device that C++ reads from a tensor.
         if kwargs and kwargs.get("device") == torch.device("meta"):
             is_of_tensor = any(isinstance(each, FakeTensor) and each.is_cuda for each in args)
             if is_of_tensor or pretended.stepping:
@@ -280,7 +280,7 @@ def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
         patch.object(fake_tensor, "init_gpu_context", lambda device: None),
         patch.object(FakeTensorMode, "avoid_device_init", True),
     ):
-        # With this setting, torch.tensor(numbers, device=...) moves the numbers by an operator that modes can see.
+        # With this setting, torch.tensor(numbers, device=...) moves the numbers with an operator that modes can see.
         lifts_on_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         try:

@@ -46,7 +46,7 @@ class Stream:
         return last | self.awaited
 
     def queue(self, number: int) -> tuple[int, ...]:
-        """Queue a work item on the stream, and return the indices of the items on other streams that it waits for."""
+        """Queue a work item on the stream. Return the indices of the items on other streams that must end first."""
         waits = tuple(sorted(self.awaited))
         self.last = number
         self.awaited = set()

@@ -74,7 +74,7 @@ class Recorder:
             self.groups.setdefault(group.group_name, (name, group.size()))
 
     def begin(self) -> None:
-        """Begin a step, and forget the previous steps."""
+        """Begin a step and forget the previous steps."""
         self.ledger.forget_peak()
         self.ledger.spans = []
         self.works = []
@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter an operator's new storages in the ledger, and append the operator to the list of work items."""
+        """Enter an operator's new storages in the ledger and append the operator to the list of work items."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)
@@ -170,7 +170,7 @@ class Recorder:
         self.ledger.resized(storage)
 
     def owner(self, name: str) -> str:
-        """The owner of the storages that an operator with this name makes now."""
+        """The owner of the storages that the operator `name` makes in the current action."""
         if self._named_owner:
             return self._named_owner
         if self.in_build:
@@ -186,7 +186,7 @@ class Recorder:
         return f"activations of {self._block}" if self._block else f"activations outside of blocks: {name}"
 
     def queue(self, launch: Launch) -> None:
-        """Append a launch to the list of work items, and queue the launch on its stream."""
+        """Append a launch to the list of work items and queue the launch on its stream."""
         current = self.streams.current
         if launch.awaited:
             number = self._results.pop(launch.awaited, None)

@@ -31,7 +31,7 @@ class Recording:
         self._events: list[Launched | Freed] = []
         self._n_slots = len(kind)
         self._slots: dict[int, int] = {}  # address of a live storage that the graph uses -> number of the storage
-        self._values: dict[fx.Node, list[int]] = {}  # node of a live value in the graph -> storages of the value
+        self._values: dict[fx.Node, list[int]] = {}  # graph node whose value is live -> storages of the value
         self._n_values: Counter[int] = Counter()  # number of a storage -> number of live values on the storage
         self._exact = True
         for argument, arg in zip(kind, args, strict=True):
@@ -69,17 +69,17 @@ class Recording:
         (key,) = (key for key, number in self._slots.items() if number == slot)
         del self._slots[key]
         arguments = [i for i, argument in enumerate(self._kind) if argument.slot == slot]
-        # Code outside the graph may hold an argument, but must not hold a tensor that the graph made.
+        # Code outside the graph may hold an argument but not a tensor that the graph made.
         if not arguments and self._ledger.lives(key):
             self._exact = False
         self._events.append(Freed(slot, arguments))
 
     def finish(self, returned: Sequence[Any], placeholders: Sequence[int]) -> Tape | None:
-        """Finish the recording, and return the tape; None if a replay could not return the graph's results.
+        """Finish the recording. Return the tape, or None if a replay could not return the graph's results.
 
         Args:
             returned: results of the graph.
-            placeholders: indices of the arguments that the results return; -1 for a result that is not an argument.
+            placeholders: argument index of each result; -1 for a result that is not an argument.
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}

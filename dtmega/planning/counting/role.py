@@ -1,4 +1,4 @@
-"""Run the real `parallelize` and `train_step` of one rank on a pretended device, and report the rank's memory and work.
+"""Run the real `parallelize` and `train_step` of one rank on a pretended device. Report the rank's memory and work.
 
 A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents them all.
 """
@@ -51,9 +51,9 @@ class Role(NamedTuple):
         held: bytes of each owner between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order in which the host launches them.
-        n_shorter: number of microbatches in the previous step, from which `extrapolation.extrapolated` computes the
-            growth per microbatch.
-        held_shorter, shorter: `held` and `spans` of the previous step.
+        n_shorter: number of microbatches in the shorter step, which runs before this step and from which
+            `extrapolation.extrapolated` computes the growth per microbatch.
+        held_shorter, shorter: `held` and `spans` of the shorter step.
         repeated: number of microbatches that were not run, because each does the same work as a middle microbatch.
         skipped: sentences for the user, one about each check that was skipped because it compares values.
     """
@@ -96,7 +96,7 @@ def plan_role(
     n_shorter: int | None = None,
     imbalance: float = 1.0,
 ) -> Role:
-    """Run two steps of one rank, and plan the rank from the second step.
+    """Plan one rank: run two steps and report the second step.
 
     The first step also sets up FSDP, streams and pipelines.
 
@@ -136,8 +136,8 @@ def plan_role(
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
         step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
-        # Compute the positions of the unseen elements now, because the computation needs values, which the tensors of a
-        # step do not have.
+        # Compute the positions of the unseen elements now, because the computation needs values, but a step's tensors
+        # have no values.
         _ = model.unseen_elements
         recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
         with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Tapes of compiled graphs: a graph runs node by node once for each kind of arguments, and is replayed afterwards.
+"""Tapes of compiled graphs. A graph runs node by node once for each kind of arguments; later runs are replayed.
 
 A node costs about 0.4 ms of CPU time, because torch computes the shapes of the node's results. All layers and all
 microbatches run the same graphs on arguments of the same shapes. A tape therefore stores everything that the first run
@@ -46,7 +46,7 @@ class Argument(NamedTuple):
     """The properties of a graph's argument that affect a run of the graph.
 
     Attributes:
-        slot: index of the first argument that has the same storage; -1 if the argument is not a tensor.
+        slot: index of the first argument with this argument's storage; -1 if the argument is not a tensor.
         layout: layout of the tensor.
         value: argument itself, if it is not a tensor.
     """
@@ -111,7 +111,7 @@ class Tape(NamedTuple):
     """Everything that one run of a graph reports to the recorder.
 
     Attributes:
-        events: launches and ends of storages, in order.
+        events: launches of operators and releases of storages, in order.
         results: results of the graph.
         kept: number of each storage that the graph makes and returns -> layout of the tensor on this storage.
         mode: torch's mode that makes the plan's fake tensors.
@@ -123,7 +123,7 @@ class Tape(NamedTuple):
     mode: FakeTensorMode | None
 
     def play(self, args: list[Any], recorder: Recorder) -> list[Any]:
-        """Report to the recorder everything that a run of the graph would report, and return the graph's results.
+        """Replay the graph: report the events of a run to the recorder and return the graph's results.
 
         Args:
             args: arguments of the same kind as in the first run. The list is emptied.
@@ -206,6 +206,6 @@ def _key(slot: int, held: list[Any], keys: dict[int, int]) -> int:
 
 
 def _empty(layout: Layout, mode: FakeTensorMode | None) -> Tensor:
-    """A new tensor of the plan that is not reported to the recorder."""
+    """Make a fake tensor without reporting the tensor to the recorder."""
     size, stride, _, dtype, device = layout
     return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)

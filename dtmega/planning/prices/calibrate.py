@@ -1,4 +1,4 @@
-"""Measure this machine as a fabric, and write the fabric as a TOML file that `--fabric` accepts.
+"""Measure this machine as a fabric. Write the fabric to a TOML file that `--fabric` accepts.
 
 A single process measures matrix products, copies and small kernels. Several processes (under torchrun) also measure
 all-gathers over the process group that `mesh.start` has made. Every rank must call `calibrate`.
@@ -26,7 +26,7 @@ LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measu
 LAUNCHES = 100
 ENOUGH_S = 0.05  # a product that takes longer ends the series
 LEAST_REPEATS = 5
-LEAST_S = 0.2  # minimum time for which each work is repeated
+LEAST_S = 0.2  # minimum total time of the repetitions in one measurement
 GATHERS = 20
 COPY_BYTES = 2**28
 MESSAGE_BYTES = (2**12, 2**24)  # output sizes of the two all-gathers that separate latency from bandwidth
@@ -86,7 +86,7 @@ def write(fabric: Fabric, path: str) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """Measure products with increasing smallest sides, and return a list of (smallest side, FLOP/s).
+    """Measure products with increasing smallest sides. Return a list of (smallest side, FLOP/s).
 
     The first product that takes longer than ENOUGH_S ends the list. The two remaining sides of each product are long,
     as in a model: a small square product would mostly wait for its launch.
@@ -144,7 +144,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _links(device: torch.device) -> tuple[int, float, float, int]:
-    """Measure the links, and return (number of ranks, bandwidth, latency of one step of a ring, number of nodes).
+    """Measure the links. Return (number of ranks, bandwidth, latency of one step of a ring, number of nodes).
 
     An all-gather of S bytes over n ranks takes (n - 1) latencies and (n - 1) / n x S / bandwidth, so two sizes S
     determine the latency and the bandwidth. For a single rank, the bandwidth is a placeholder.
@@ -159,7 +159,7 @@ def _links(device: torch.device) -> tuple[int, float, float, int]:
         part = torch.zeros(n_bytes // n, dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(part) for _ in range(n)]
         times_s = []
-        for _ in range(GATHERS):  # the same number on every rank
+        for _ in range(GATHERS):  # a constant, so that all ranks run equally many gathers
             dist.barrier()
             synchronize(device)
             started_s = time.perf_counter()

@@ -13,12 +13,12 @@ from dtmega.planning.prices import pricing
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.work import Message
 
-# Bytes per token and hidden unit that a layer keeps for backward between its products, and the part of these bytes that
+# Bytes of activations that a layer keeps for backward, per token and hidden unit, and the part of these bytes that
 # tensor parallelism alone does not divide (Korthikanti et al. 2022, arXiv:2205.05198). Forward writes and reads each
 # byte once; backward moves twice as many bytes.
 KEPT_BYTES, WHOLE_BYTES = 34, 10
-# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, and writes the weight
-# and the moments, all in 32 bits. AdamW also writes the weight in 16 bits.
+# Bytes that AdamW moves for each parameter. In 32 bits, AdamW reads the gradient, the weight and two moments, then
+# writes the weight and the moments. In addition, AdamW writes the weight in 16 bits.
 OPTIMIZER_BYTES = 30
 
 
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that divide the global batch among themselves."""
+        """The number of ranks over which the global batch is divided."""
         return self.n_gpus // (self.tp * self.pp)
 
     @property

@@ -42,9 +42,9 @@ class RankTimes(NamedTuple):
 
 
 def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
-    """Make a function that maps the name of one of a rank's process groups (`mesh.World.groups`) to the group's ranks.
+    """Make a function that returns the ranks in a process group, given the group's name (`mesh.World.groups`).
 
-    The function also accepts "world", and names such as "pp 0+2" for groups of only some pipeline places.
+    The function also accepts "world" and names such as "pp 0+2" for groups of only some pipeline places.
 
     Args:
         sizes: size of each axis of the mesh.
@@ -67,7 +67,7 @@ def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Group
 
 
 def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.Groups) -> RankTimes:
-    """The times of one pipeline rank, if messages between pipeline ranks take no time.
+    """The times of one pipeline rank, assuming that messages between pipeline ranks take no time.
 
     Args:
         works: kernels and messages of the rank.
@@ -106,7 +106,7 @@ def time_rank(works: Sequence[Work], fabric: Fabric, rank: int, groups: pricing.
 
 
 def _shifted(works: Sequence[Work], first: int) -> list[Work]:
-    """Copy work items, and renumber their waits for a list in which a new work item is inserted at index `first`."""
+    """Copy work items, with waits renumbered for a list in which a new work item is inserted at index `first`."""
     shifted = []
     for work in works:
         waits = tuple(number + (number >= first) for number in work.waits)

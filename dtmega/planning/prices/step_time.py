@@ -1,4 +1,4 @@
-"""The predicted time of one training step, from each pipeline rank's work items, a fabric, and the pipeline's schedule.
+"""Predict the time of one training step from each pipeline rank's work items, a fabric, and the pipeline's schedule.
 
     time = step_time({0: first, 1: middle, 11: last}, table, fabric, sizes)
     time.seconds, time.exposed_communication_s, time.bubble_fraction
@@ -9,7 +9,7 @@ the schedule with these durations and with the transfers between ranks. Finally,
 after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
 ready.
 
-The prediction lets no collective run during the pipeline's bubbles, so it tends to overestimate the time.
+The prediction assumes that no collective runs during the pipeline's bubbles, so it tends to overestimate the time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def step_time(
 ) -> StepTime:
     """Predict the time of one step.
 
-    A microbatch that a role has not run takes the median time of the microbatches that the role has run.
+    A microbatch that a role has not run is assumed to take the median time of the role's other microbatches.
 
     Args:
         roles: pipeline place -> work items of the rank at this place. Places may share one list; their stages are
@@ -88,7 +88,7 @@ def step_time(
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
-    place_of: dict[int, int] = {}  # identity of a list of works -> first place that has this list
+    place_of: dict[int, int] = {}  # identity of a list of work items -> first place that has this list
     for place, works in roles.items():
         first = place_of.setdefault(id(works), place)
         if first == place:
@@ -163,7 +163,7 @@ def _n_outputs(actions: Iterable[Action], table: Table) -> int:
 
 
 def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
-    """The step time without a pipeline. Microbatches that the rank has not run take the median times."""
+    """The step time without a pipeline. Microbatches that the rank has not run are assumed to take median times."""
     seen: dict[str, list[float]] = defaultdict(list)
     for action, seconds in rank.actions.items():
         seen[action.kind].append(seconds)
@@ -236,7 +236,7 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
 
 
 def _kind(action: str) -> str:
-    """The kind of a schedule's action, such as "F"; outside the schedule, the name of the phase."""
+    """The kind of an action, such as "F"; the name of the phase if the action is outside the schedule."""
     matched = ACTION.fullmatch(action)
     return matched[2] if matched else action
 

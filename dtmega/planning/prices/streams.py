@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dtmega.planning.work import COMPUTE, Work
 
-OTHER = "other"  # axis name if the compute stream waits for a kernel on a different stream instead of a message
+OTHER = "other"  # axis name for waits on a kernel of a different stream (not on a message)
 
 
 class Span(NamedTuple):
@@ -120,7 +120,7 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The time of each work item, and its cause: the index of the earlier item whose end let it start, or -1.
+    """The span and the cause of each work item. An item's cause is the earlier item whose end lets it start, or -1.
 
     Raises:
         ValueError: a work item waits for itself or for a later work item.
@@ -156,7 +156,7 @@ def _waits(
         from_s: start of the wait.
         until_s: end of the wait.
         spans: times of all work items.
-        causes: one entry per work item, the index of the earlier item whose end let it start; -1 if there is none.
+        causes: cause of each work item, as returned by `_spans`.
 
     Returns:
         One tuple (index of a work item, seconds) for each part of the wait.

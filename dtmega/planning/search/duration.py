@@ -1,4 +1,4 @@
-"""Estimate the time of a layout by closed forms. The planner's simulation of counted works is the reference."""
+"""Estimate the time of a layout in closed form. The planner's simulation of counted work is the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtmega.planning.search.memory import NOT_IN_STATES, OF_EXPERTS, WHOLE, cut_
 from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
-# Memory traffic of kernels that compute no matrix products, for each microbatch, counted with fused compiled blocks:
+# Memory traffic per microbatch of all kernels except matrix products, counted with fused compiled blocks:
 # - the number of times that forward and backward move the bytes that a layer keeps;
 # - the bytes per score of plain attention, in forward and in backward;
 # - the bytes per logit;
@@ -31,8 +31,8 @@ LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
 # summed gradients.
 GATHER_COPIES, SUM_COPIES = 4, 2
 LAUNCHES = 240  # number of kernels that one layer launches in forward and backward
-# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, and writes the weight
-# and the moments.
+# Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, then writes the
+# weight and the moments.
 OPTIMIZER_BYTES = 28
 NOT_IN_MICROBATCH: dict[str, Any] = {"schedule": "", "virtual_stages": 0}
 
@@ -110,8 +110,8 @@ class TimeEstimator:
                 per_layer += self._collective_s("all-to-all", whole, *group)
             seconds += place.layers * per_layer
         if layout.ep > 1:
-            # Ranks send each token's row to the token's experts and receive the results; backward exchanges the
-            # gradients likewise. Before the rows, the ranks exchange the numbers of rows.
+            # Ranks send each token's hidden state to the token's experts and receive the results; backward exchanges
+            # the gradients likewise. Before the hidden states, the ranks exchange the numbers of tokens to send.
             group = "ep", _sizes(layout)
             rows_s = self._collective_s("all-to-all", round(state_bytes * place.experts_per_token), *group)
             numbers_s = self._collective_s("all-to-all", 0, *group)
@@ -141,7 +141,7 @@ class TimeEstimator:
         return layout.n_shards > 1 and layout.pp == 1 and layout.reshard_after_forward is not False
 
     def _exchanged_s(self, place: Place, layout: Layout) -> float:
-        """The time of FSDP's messages for one microbatch, which run while the microbatch computes."""
+        """The time of FSDP's messages for one microbatch. The messages overlap with the microbatch's computation."""
         if layout.n_shards == 1:
             return 0.0
         seconds = 0.0
@@ -183,7 +183,7 @@ class TimeEstimator:
         return seconds
 
     def _time_collective(self, collective: str, n_bytes: int, axis: str, sizes: tuple[int, ...]) -> float:
-        """The time of a collective over the group of rank 0 along an axis."""
+        """The time of a collective over rank 0's group along an axis."""
         ranks = _first_group(axis, sizes)
         if len(ranks) == 1:
             return 0.0
@@ -197,6 +197,6 @@ def _sizes(layout: Layout) -> tuple[int, ...]:
 
 @functools.cache
 def _first_group(axis: str, sizes: tuple[int, ...]) -> list[int]:
-    """The ranks in the group of rank 0 along an axis."""
+    """The ranks in rank 0's group along an axis."""
     *axes, ep = sizes
     return group_lists(dict(zip(AXES, axes, strict=True)), ep)[axis][0]

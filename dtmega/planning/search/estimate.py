@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a layout by closed forms, for a search over many layouts.
+"""Estimate the memory and time of a layout in closed form, for a search over many layouts.
 
     estimator = Estimator(cfg, pieces, fabric)
     estimator.estimate(layout).peak_bytes

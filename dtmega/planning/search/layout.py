@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def data_size(self) -> int:
-        """The number of data ranks, which divide the global batch among themselves."""
+        """The number of data ranks over which the global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -66,13 +66,13 @@ class Layout(NamedTuple):
 
 
 def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
-    """Copy a configuration, and set the layout's keys in the copy."""
+    """Copy a configuration and set the layout's keys in the copy."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in layout.overrides.items():
         section, _, key = name.partition(".")
         changes.setdefault(section, {})[key] = value
     if layout.mode == "none":
-        changes["recompute"] |= {"method": "uniform", "layers": 1}  # the mode is refused with any other values
+        changes["recompute"] |= {"method": "uniform", "layers": 1}  # mode "none" allows no other values
     sections = {}
     for section, values in changes.items():
         sections[section] = getattr(cfg, section).model_copy(update=values)

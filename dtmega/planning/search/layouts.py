@@ -43,7 +43,7 @@ class Fallen:
         self._reasons: dict[str, Reason] = {}
 
     def add(self, message: str, n: int = 1) -> None:
-        """Count n more layouts that were rejected for a reason."""
+        """Record that n more layouts were rejected with this message."""
         kind = re.sub(r"\d+", "0", message)
         first = self._reasons.get(kind, Reason(message, 0))
         self._reasons[kind] = Reason(first.message, first.n + n)
@@ -76,7 +76,7 @@ class Layouts:
 
     Raises:
         ValueError: a fixed key is not among the varied keys, the fixed sizes of the mesh do not divide the number of
-            ranks, or a fixed ep divides dp_shard x cp in no layout.
+            ranks, or a fixed ep does not divide dp_shard x cp in any layout.
     """
 
     def __init__(self, cfg: config.Config, fixed: Collection[str], world: int, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts, and count the refused layouts, grouped by training's reason."""
+        """Yield each layout that training accepts. Count the refused layouts by training's reason."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
@@ -151,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes whose product is the number of ranks, each with every size of ep."""
+        """Yield all combinations of axis sizes that multiply to the number of ranks, each with every size of ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 

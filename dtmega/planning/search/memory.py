@@ -1,9 +1,9 @@
-"""Estimate the memory of a layout by closed forms. The planner's counts are the reference.
+"""Estimate the memory of a layout in closed form. The planner's counts are the reference.
 
 For each token, a layer keeps 16 D numbers for backward, or 32 D bytes in 16 bits. The inputs and outputs of the norms
-are 4 D numbers. Each weight matrix adds a vector as wide as the matrix's side that is not D; for 12 D^2 weights, these
-vectors have 12 D numbers. `formulas.activation_bytes_per_layer` has 34 D bytes; the remaining 2 D bytes are dropout
-masks, which are recomputed here.
+take 4 D of these numbers. Each weight matrix has one side of length D. For each matrix, the layer keeps a vector as
+long as the other side; with 12 D^2 weights, these vectors take 12 D numbers. `formulas.activation_bytes_per_layer`
+counts 34 D bytes. The remaining 2 D bytes are dropout masks, which are recomputed here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ BACKWARD = 0.7
 # Share of a layer's tp-divided activations that selective recomputation keeps.
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
-# 2022, arXiv:2205.05198, table 2, have 5 bytes, because they keep the softmax's result before and after dropout.)
-# Backward holds two 32-bit numbers per score at once, but by then the kept bytes are no longer needed. The second
-# constant is the difference.
+# 2022, arXiv:2205.05198, table 2, count 5 bytes, because they keep the softmax's result before and after dropout.)
+# In backward, two 32-bit numbers per score (8 bytes) replace the kept bytes. SCORE_BACKWARD_BYTES is the increase.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 3, 5
 # Maximum number of tokens whose logits are in memory at once on a GPU (`ops.cross_entropy`). If there are more than
 # twice LOSS_TOKENS tokens, the head's gradient is summed in 32 bits (`ops.head_gradient`), and each element of the
@@ -111,7 +110,7 @@ class MemoryEstimator:
         return fullest
 
     def _count_states(self, place: Place, layout: Layout, n_microbatches: int) -> tuple[float, float]:
-        """The bytes of weights and gradients while microbatches run, and the bytes while the optimizer runs."""
+        """Bytes of weights and gradients held while microbatches run, and bytes held while the optimizer runs."""
         n, shards = place.elements / layout.tp, layout.n_shards
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         n_trained = n * self._trained
@@ -132,7 +131,7 @@ class MemoryEstimator:
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
-        """The bytes that a microbatch keeps at a place, and the additional bytes while one layer or the loss runs."""
+        """Bytes that a microbatch keeps at a place, and additional bytes held while one layer or the loss runs."""
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes
@@ -142,7 +141,7 @@ class MemoryEstimator:
         of_experts = OF_EXPERTS * width * hidden * place.experts_per_token * place.mixtures / layers
         whole = width * WHOLE * hidden / cut + of_experts
         layer = whole + divided
-        # The gradients of all of a layer's weights are in memory together before they are added to the gradient sums.
+        # All weight gradients of a layer are in memory together before they are added to the gradient sums.
         gradients = self._bytes * place.whole_largest(layout.ep) / tp
         working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":
@@ -162,9 +161,9 @@ class MemoryEstimator:
             in_32_bits = n_labelled > 2 * LOSS_TOKENS
             of_head = place.head_elements / tp
             loss = logits + (SUMMED_BYTES if in_32_bits else self._bytes) * of_head + BESIDE_LOSS * width * hidden
-            working += self._bytes * of_head  # the head's gradient waits for its sum
+            working += self._bytes * of_head  # the head's gradient, until it is added to the gradient sum
         # The embedding's gradient contains all rows, and a tied head's gradient is added to the embedding's gradient.
-        # While the two are in memory, the microbatch keeps nothing else.
+        # While these gradients are in memory, the microbatch keeps nothing else.
         table = self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp
         loss = max(loss, table - kept * place.layers)
         first = width * hidden / cut if place.ends else 0.0
@@ -180,12 +179,12 @@ class MemoryEstimator:
 
 
 def tokens_of(cfg: config.Config, layout: Layout) -> float:
-    """The number of tokens of a microbatch on one rank, without a decoder's tokens, which `Place.sides` includes."""
+    """The number of a microbatch's tokens on one rank, not counting decoder tokens (`Place.sides` includes them)."""
     return layout.micro_batch_size * cfg.data.seq_len / layout.cp
 
 
 def cut_of(layout: Layout) -> int:
-    """The number of tp ranks that divide the tokens among themselves between products."""
+    """The number of ranks over which sequence parallelism divides the tokens; 1 without sequence parallelism."""
     return layout.tp if layout.sequence_parallel else 1
 
 

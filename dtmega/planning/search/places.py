@@ -65,7 +65,7 @@ class Place(NamedTuple):
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:
-        """The number of `whole_elements` in the largest layer."""
+        """The part of `whole_elements` that belongs to the largest layer."""
         return self.largest - self.largest_experts * (1 - 1 / ep)
 
 
@@ -162,7 +162,7 @@ class Places:
         return in_flight_of(layout.schedule, layout.pp, virtual, n, place) / virtual
 
     def bubble(self, layout: Layout, n: int) -> float:
-        """The time that a rank waits for other pipeline ranks, in units of the time that the rank needs per microbatch.
+        """The time that a rank spends waiting for other pipeline ranks, in units of the rank's time per microbatch.
 
         With 1F1B, the result is p - 1. With v stages per rank, this number is divided by v
         (`formulas.bubble_over_ideal`).
@@ -182,7 +182,7 @@ class Places:
 
 @functools.cache
 def _of_table(path: str, pp: int) -> tuple[list[float], float]:
-    """The number of microbatches in flight on each rank, and the bubble, for the schedule in a CSV file."""
+    """Return (number of microbatches in flight on each rank, bubble) for the schedule in a CSV file."""
     table = csv_table(path, pp)
     return in_flight(table), simulate(table).bubble
 

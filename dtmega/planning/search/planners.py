@@ -93,7 +93,7 @@ class Planners(Generic[Name, Value]):
         self._running[self._threads.submit(work)] = name
 
     def done(self) -> list[tuple[Name, Value | ValueError]]:
-        """Wait until at least one plan is done, and return (name, value or error) for each plan that is done.
+        """Wait until at least one plan is done. Return (name, value or error) for each plan that is done.
 
         The error is `TooLarge` if a rank does not fit, or the ValueError with which `plan_job` refused the job.
         """

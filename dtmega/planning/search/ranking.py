@@ -96,7 +96,7 @@ class Planned(NamedTuple):
 
     Attributes:
         results: results of the layouts that were planned.
-        failed: layouts whose plans were abandoned, with the reason: a rank does not fit or cannot be planned.
+        failed: layouts whose plans were abandoned, with the reason (a rank does not fit or cannot be planned).
     """
 
     results: list[Result]

@@ -14,7 +14,7 @@ from dtmega.planning.search.layouts import Fallen, Layouts
 
 EVERY_S = 0.5  # time between two progress reports
 ROUNDS = 3  # the shortlist has ROUNDS times `top` layouts, in case none of the first layouts fits
-KEPT = 3  # during estimation, KEPT times as many layouts are kept, because some differ only in their schedule
+KEPT = 3  # estimation keeps KEPT times as many layouts as the shortlist, because some differ only in schedule
 GIB = 2**30
 
 
@@ -113,8 +113,8 @@ class Shortlist:
 
         The `top` fastest layouts come first, but half of these places are kept for layouts that are estimated to fit.
         More layouts follow, in case the counts show that none of the first layouts fits. These additional layouts
-        begin with those that certainly fit. If several equally fast layouts differ only in their schedule, the layout
-        with the smallest peak is taken.
+        begin with those that certainly fit. If several equally fast layouts differ only in their schedule, only the
+        layout with the smallest peak is kept.
         """
         likely = _without_equals([*self._certain, *self._likely])
         doubtful = _without_equals(self._doubtful)
