@@ -54,7 +54,7 @@ class LoadsFile:
             self._write()
 
     def sync(self) -> None:
-        """End the line, and flush the file to disk. Call this method before a save."""
+        """End the line and flush the file to disk. Call this method before a save."""
         self._write()
         if self._lines is not None:
             self._lines.sync()
