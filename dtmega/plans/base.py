@@ -102,7 +102,7 @@ class Style(ParallelStyle):
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
-        """The module classes for which the style has a replacement of `forward`."""
+        """The module classes whose `forward` the style can replace."""
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:

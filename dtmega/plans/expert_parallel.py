@@ -27,7 +27,7 @@ from dtmega.ops import host
 
 
 def check_divisible(experts: nn.Module, ep: int) -> None:
-    """Check that ep ranks can share the experts of a module, whose parameters are [E, ...].
+    """Check that a module's experts, with parameters [E, ...], can be divided over ep ranks.
 
     Raises:
         ValueError: ep does not divide the number of experts.

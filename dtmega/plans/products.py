@@ -65,7 +65,7 @@ class Region:
         self.part = part.detach()
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
-        # Autograd takes this tensor as the next product's input. The tensor's gradient goes to the previous product.
+        # For autograd, this tensor is the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
         self._is_first = True  # whether the next product is the first product of the chain
         self._gather: Started | None = None
@@ -104,7 +104,7 @@ class Region:
         return tickets
 
     def start(self) -> None:
-        """In backward, start gathering the input again."""
+        """Start gathering the input again for backward."""
         self._gather = mappings.start_gathered(self.part, self.group)
         self._n_waiting = self._n_tickets
 

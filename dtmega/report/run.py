@@ -331,5 +331,5 @@ def loss_in_words(run: Run, loss: float) -> str:
 
 
 def percentile(series: Series, percent: float) -> float:
-    """A percentile of a series: its smallest value that at least `percent` % of the values do not exceed."""
+    """A percentile of a series: the smallest value that at least `percent` % of the values do not exceed."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))

@@ -415,7 +415,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
-    """Verify that every adapter learns in a small clone of the model, which is sharded over tp like the model.
+    """Verify that every adapter learns. The check uses a small clone, sharded over tp like the model.
 
     Raises:
         ValueError: an adapter of the clone does not learn.
@@ -470,7 +470,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
 
 
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
-    """Take five steps on one stage on the meta device: plan, recompute, compile, fsdp and memory.
+    """Apply five steps to one stage on the meta device: plan, recompute, compile, fsdp and memory.
 
     Returns:
         Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).

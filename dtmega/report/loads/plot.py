@@ -12,7 +12,7 @@ from dtmega.report.plots import INK, style
 
 MAX_PANELS = 64  # maximum number of layers that are drawn
 MAX_CELLS = 400_000  # maximum number of cells in all maps of a page; columns are joined to stay below it
-MIN_COLUMNS = 25  # minimum number of columns after columns are joined
+MIN_COLUMNS = 25  # minimum number of columns that remain when columns are joined
 WIDE, NARROW = 4, 2  # maximum number of panels side by side, in a wide window and in a narrow window
 EXPERT_HEIGHT, MIN_HEIGHT, MAX_HEIGHT = 12, 60, 128  # pixels: height of an expert's row, limits of a panel's height
 GAP, TOP, EDGE = 46, 84, 40  # pixels above each panel, above all panels, and below all panels
@@ -61,7 +61,7 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
             row=1 + place // columns,
             col=1 + place % columns,
         )
-    # plotly numbers panels row by row in both layouts, so each trace refers to the right panel in both.
+    # plotly numbers panels row by row in both layouts, so each trace refers to the same panel in both.
     narrow = _empty(found, layers, NARROW, NARROW_SIDE_GAP).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 

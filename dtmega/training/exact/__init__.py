@@ -169,7 +169,7 @@ def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, co
 
 
 def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
-    """Refuse to continue a run with settings that would change its bits.
+    """Refuse settings that would change the bits of a resumed run.
 
     Args:
         was: state that the checkpoint stores; None for a new run.

@@ -44,7 +44,7 @@ class LoadsFile:
         self._sum: Tensor | None = None  # loads since the last line, [L, E]
 
     def after_step(self, step: int) -> None:
-        """Add the loads of a step that has changed the weights, and write a line once it covers enough steps."""
+        """Add the loads of a step that changed the weights. Write the current line if it covers enough steps."""
         loads = self._loads.last
         if loads is None:
             return
