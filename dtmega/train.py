@@ -327,7 +327,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
-    """Train on a batch, or pass over the batch, and report the step.
+    """Train on a batch unless [train] skip_steps excludes the step, and report the step.
 
     Args:
         run: the run.
@@ -336,8 +336,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and whether the step was faulty. The second value is None if the step was passed
-        over, or if the step was skipped only because float16's loss scale is too large and can still be halved.
+        The progress after the step, and whether the step was faulty. The second value is None if skip_steps excludes
+        the step, or if the step was skipped only because float16's loss scale is too large and can still be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)

@@ -38,7 +38,7 @@ def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placem
     if by_output != (name == "lora_b"):
         return Replicate()
     if by_output:
-        # If tp cut the rows in parts, FSDP2 would have to cut dim 1, which has only r entries (`shards.dim_to_cut`).
+        # If tp cut each part's rows, FSDP2 would have to cut dim 1, which has only r entries (`shards.dim_to_cut`).
         return Replicate() if in_parts else Shard(0)
     return _StridedShard(1, split_factor=of_weight.split_factor) if in_parts else Shard(1)
 

@@ -91,7 +91,7 @@ class Style(ParallelStyle):
     cost: tuple[str, str] = ("", "")  # the style's collectives: (without sequence parallelism, with it)
     of_heads = False  # whether replicated parameters are applied only to this rank's heads
     enters = False  # whether the module is a separate region, so that the style is also an Enter
-    inside = False  # whether the module computes on the input of a region: its own or an enclosing region
+    inside = False  # whether the module computes on the input of its own region or of an enclosing region
     output_dim = 0  # dim of a linear layer's weight that contains the output features
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
@@ -102,7 +102,7 @@ class Style(ParallelStyle):
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
-        """The module classes whose forward the style's forward can replace."""
+        """The module classes whose `forward` the style can replace."""
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:

@@ -27,7 +27,7 @@ from dtmega.ops import host
 
 
 def check_divisible(experts: nn.Module, ep: int) -> None:
-    """Check that ep ranks can share the experts of a module, whose parameters are [E, ...].
+    """Check that a module's experts, with parameters [E, ...], can be divided over ep ranks.
 
     Raises:
         ValueError: ep does not divide the number of experts.
@@ -92,7 +92,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    # The sizes depend on values, so a compiled block has a graph break here.
+    # The sizes depend on the values of `n_rows`, so a compiled block has a graph break here.
     @torch.compiler.disable
     def __call__(self, rows: Tensor, n_rows: Tensor) -> Arrived:
         """Send each row to the rank that holds the row's expert.

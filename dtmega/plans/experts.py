@@ -43,7 +43,7 @@ class ExpertRows(Style):
 class TokenRouter(Whole):
     """A router, whole on every rank, inside an Enter. Every rank routes all tokens, [B, S, D].
 
-    Each rank has only its part of the experts, so a rank's gradient of the tokens' expert weights is partial. The
+    Each rank has only a part of each expert, so its gradient for the tokens' expert weights is partial. The
     router's gradients are therefore summed over tp. The gradient of the router's losses is whole on every rank, so each
     rank passes on only its share of that gradient (`share_gradient`).
     """

@@ -42,7 +42,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: this rank's part of the bias, [out]; None for no bias.
     """
     region = getattr(x, "region", None)
-    # Autocast would cast both factors in forward, but the backward below would use the factors before the cast.
+    # Autocast would cast both factors in forward, but the backward below would use the uncast factors.
     if region is None or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
@@ -65,7 +65,7 @@ class Region:
         self.part = part.detach()
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
-        # Autograd takes this tensor as the next product's input. The tensor's gradient goes to the previous product.
+        # For autograd, this tensor is the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
         self._is_first = True  # whether the next product is the first product of the chain
         self._gather: Started | None = None
@@ -104,7 +104,7 @@ class Region:
         return tickets
 
     def start(self) -> None:
-        """In backward, start gathering the input again."""
+        """Start gathering the input again for backward."""
         self._gather = mappings.start_gathered(self.part, self.group)
         self._n_waiting = self._n_tickets
 
@@ -134,7 +134,7 @@ def again(out: Any, entered: Tensor) -> Any:
     """End a region and return its output unchanged. The backward of `again` starts gathering the region's input again.
 
     Args:
-        out: output of the region: a tensor, or a tuple whose first item is the output tensor.
+        out: output of the region, either a tensor or a tuple whose first item is the output tensor.
         entered: input of the region. If the input does not come from `enter`, `again` only returns `out`.
     """
     region = getattr(entered, "region", None)

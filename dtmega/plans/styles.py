@@ -250,7 +250,7 @@ class Whole(Style):
 
 
 class Norm(Whole):
-    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D], or of [B, S, H/tp, K] with `of_heads`.
+    """A LayerNorm or RMSNorm over the last dim of [B, S/tp, D] or [B, S, D]; with `of_heads`, of [B, S, H/tp, K].
 
     The style is for nn.LayerNorm, nn.RMSNorm, and similar classes in transformers. A class counts as similar if its
     name ends in "LayerNorm" or "RMSNorm", and if it has only a 1-D weight and perhaps a 1-D bias, but no buffers. The

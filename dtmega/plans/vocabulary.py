@@ -68,8 +68,8 @@ class VocabEmbedding(VocabStyle):
                 f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
             )
         n_rows, start = module.weight.to_local().shape[0], self.first_row(module.weight)
-        # If another rank has a token's row, look up row 0 instead, and set the result to 0 before the sum over the
-        # ranks. Invalid tokens are not changed, so that the lookup fails.
+        # If another rank has a token's row, look up row 0 instead. Set the result to 0 before the sum over the ranks.
+        # Invalid tokens are not changed, so that the lookup fails.
         in_range = (x >= 0) & (x < module.weight.shape[0])
         elsewhere = in_range & ((x < start) | (x >= start + n_rows))
         rows = self.rows(module, (x - start).masked_fill(elsewhere, 0), start, n_rows)

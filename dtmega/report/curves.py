@@ -17,7 +17,7 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # number of buckets of steps in a thinned curve, with two points each; screens have fewer pixel columns
+BUCKETS = 2000  # number of buckets, each with two points, in a thinned curve; screens have fewer pixel columns
 MEAN_POINTS = 1000  # maximum number of points of a running mean
 MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
 MEANS = 50  # a running mean's window spans 1 / MEANS of all steps
@@ -135,14 +135,14 @@ COUNT, PERCENT, BYTES = "count", "%", "B"  # units whose tick labels have a spec
 
 
 class Panel(NamedTuple):
-    """A panel of a figure, which shows one metric over the steps.
+    """A panel that shows one metric over the steps.
 
     Attributes:
         key: name of the series in the record.
         title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: whether the vertical axis is logarithmic.
-        mean: whether to draw a running mean over the individual steps, for a metric whose noise hides the trend.
+        mean: whether to draw a running mean on top of the individual steps, whose noise hides the trend.
     """
 
     key: str

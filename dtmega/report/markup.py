@@ -12,9 +12,9 @@ import tomli_w
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum size of the part of a long text that is shown unfolded
-MAX_CHARACTERS = 100_000  # maximum number of characters of one text on the page, including its folded part
-WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum length of text that is shown unfolded
+MAX_CHARACTERS = 100_000  # maximum length of text on the page, including the folded part
+WORD_CHARACTERS = 30  # maximum length of text that fits on one line of a narrow window
 
 
 def text(value: object, keep: str = "") -> str:
@@ -35,7 +35,7 @@ def breakable(value: object) -> str:
 
 
 def unbroken(value: str) -> str:
-    """Escape text. If the text is short enough for a narrow window, also prevent line breaks in it."""
+    """Escape text. If the text is short enough for a narrow window, also prevent line breaks in the text."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_CHARACTERS else text(value)
 
 

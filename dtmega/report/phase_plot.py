@@ -41,7 +41,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
 
 
 def add_legend(figure: go.Figure, row: int, column: int) -> None:
-    """Put the legend into the middle of the phases panel, because one large phase usually fills the middle."""
+    """Place the legend in the middle of the phases panel, because one large phase usually fills the middle."""
     panel: Any = figure.get_subplot(row, column)
     bottom, top = panel.yaxis.domain
     figure.update_layout(

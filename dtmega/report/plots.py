@@ -36,7 +36,7 @@ SYMBOLS = {
     "end": "square-x",
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
-FEW_STEPS = 8  # with fewer steps, every step gets a tick; plotly's own ticks would lie between steps
+FEW_STEPS = 8  # below this number of steps, every step gets a tick; plotly's own ticks would lie between steps
 NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, next to the longest lane name
 LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, for lanes whose name is not the kind plus an s
 
@@ -316,7 +316,7 @@ def tail(runs: Sequence[Run]) -> str:
 
 
 def style(figure: go.Figure, height: int) -> None:
-    """Set the colours, fonts, margins and legend of a figure, and its height in pixels."""
+    """Set a figure's colours, fonts, margins, legend and height (in pixels)."""
     axis = {
         "gridcolor": GRID,
         "linecolor": "#c3cbd3",

@@ -62,7 +62,7 @@ class Operator(BaseModel):
 class Summary(BaseModel):
     """The content of a summary file, which describes one rank in one window of steps.
 
-    A summary also contains the name of its trace. The file is not trusted, so links ignore that name, and use the
+    A summary also contains the name of its trace. The file is not trusted, so links ignore that name and use the
     summary's own file name with a different suffix.
 
     Attributes:

@@ -124,7 +124,7 @@ def validation_name(key: str) -> str:
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file. A missing file has no lines. A line is cut after every MAX_LINE_BYTES bytes."""
+    """Yield the lines of a file, in pieces of at most MAX_LINE_BYTES bytes. A missing file has no lines."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:

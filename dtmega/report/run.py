@@ -135,8 +135,8 @@ class Run(NamedTuple):
     def events(self) -> list[Event]:
         """All events of the run, in ascending order of steps.
 
-        The events come from the record, the scores, the restarts and the newest exit. A normal exit after the last
-        planned step adds no event.
+        The events come from the record, the scores, the restarts and the newest exit record. A normal exit after the
+        last planned step adds no event.
         """
         events = [*self.record.events, *self.scores.events]
         events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
@@ -149,7 +149,7 @@ class Run(NamedTuple):
 
 
 def read(directories: Sequence[str]) -> list[Run]:
-    """Read the runs in these directories.
+    """Read the runs in the given directories.
 
     Raises:
         ValueError: one of the directories is not a run directory.
@@ -199,7 +199,7 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def _written(*paths: Path) -> datetime | None:
-    """The time of the last write to any of these files; None if all the files are missing."""
+    """The time of the last write to any of the given files; None if all the files are missing."""
     times = [path.stat().st_mtime for path in paths if path.exists()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
@@ -229,7 +229,7 @@ def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
     recorded = history.parts(all_starts)
-    # Keep only starts that completed steps have followed. If there are no such starts, keep the last start.
+    # Keep only starts after which the run completed a step. If there are no such starts, keep the last start.
     recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
     if not recorded:
         return [Part(1, last_step, None)]
@@ -331,5 +331,5 @@ def loss_in_words(run: Run, loss: float) -> str:
 
 
 def percentile(series: Series, percent: float) -> float:
-    """The smallest value in a series that is at least as large as `percent` % of all values."""
+    """A percentile of a series: the smallest value that at least `percent` % of the values do not exceed."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))

@@ -25,8 +25,8 @@ SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
 NEWEST_STEPS = 10  # number of newest steps that are checked for non-finite losses
-MAX_NOT_FINITE = 4  # with more non-finite values, the loss counts as diverging; float16 finds its scale in fewer steps
-SILENT_STEPS = 20  # a silent run is stalled after this many median step times or its timeout, whichever is longer
+MAX_NOT_FINITE = 4  # with more non-finite steps, the loss is diverging; float16 finds its loss scale in fewer steps
+SILENT_STEPS = 20  # a silent run has stalled after this many median step times or its timeout, whichever is longer
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
-MAX_NAME_BYTES = 200  # file systems allow 255 bytes, and the temporary file has a longer name than the page
+MAX_NAME_BYTES = 200  # file names may have 255 bytes, and the temporary file has a longer name than the page
 
 
 def default_output(directories: Sequence[str]) -> Path:
@@ -27,7 +27,7 @@ def default_output(directories: Sequence[str]) -> Path:
 
 
 def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
-    """Write the page about these runs and, if requested, a picture of the curves.
+    """Write the page about the given runs and, if requested, a picture of the curves.
 
     Args:
         directories: run directories.

@@ -54,8 +54,8 @@ def check_experts(cfg: config.Config) -> None:
     """Refuse expert parallelism for a model whose experts cannot be divided over ep ranks.
 
     Raises:
-        ValueError: the model has no experts that can be divided, ep does not divide their number, or recomputation is
-            selective.
+        ValueError: the model has no experts that can be divided, ep does not divide the number of experts, or
+            recomputation is selective.
     """
     ep = cfg.mesh.ep
     if cfg.recompute.mode == "selective":

@@ -1,6 +1,6 @@
 """Stop a run whose losses are too high: `[train] stop_loss_above` and `stop_validation_rises`.
 
-Each checkpoint stores the counts, so a resumed run continues to count, and a stopped run stays stopped.
+Each checkpoint stores the counts of high losses, so a resumed run continues to count, and a stopped run stays stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`starts.jsonl`, to which a run appends one line each time it starts.
+"""Write and read `starts.jsonl`, which gets one line each time a run starts.
 
     append(run_dir, step=100, attempt="4711-0", config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, ...)
     starts = read(run_dir)        # oldest first

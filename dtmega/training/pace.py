@@ -25,7 +25,7 @@ class Pace:
     """A monitor of the run's pace since this process started. All ranks must call the methods together.
 
     Args:
-        slow_steps: number of consecutive slow steps that leads to a warning; 0 for no warnings.
+        slow_steps: number of consecutive slow steps after which the run warns; 0 for no warnings.
         device: device on which collectives run.
     """
 
@@ -42,8 +42,7 @@ class Pace:
         Args:
             n_tokens: number of tokens that all ranks together read in this step.
             times: times of the step on this rank.
-            exchange: whether the ranks exchange their own times after this step. Without an exchange, there is no
-                warning.
+            exchange: whether the ranks exchange `own_s` after this step. Without an exchange, there is no warning.
 
         Returns:
             The warning, which is given only once per process; '' if there is no warning.

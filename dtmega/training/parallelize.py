@@ -312,7 +312,7 @@ class ShardedModel:
         """The local parts of the parameters' gradients.
 
         Args:
-            every: whether to return all gradients that this rank holds, which clipping needs. If False, only the
+            every: whether to return all gradients that this rank holds, as clipping requires. If False, only the
                 parameters in `weights` count, so that a norm over the `shards` group counts each element once.
         """
         parameters = [p for _, p in self.named_parameters()] if every else self.counted_once().values()
@@ -367,7 +367,7 @@ class ShardedModel:
 
 
 def _do_nothing() -> None:
-    """Do nothing, as the default of `on_reduce`."""
+    """Do nothing. This function is the default of `on_reduce`."""
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
@@ -415,7 +415,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
-    """Verify that every adapter learns in a small clone of the model, which is sharded over tp like the model.
+    """Verify that every adapter learns. The check uses a small clone, sharded over tp like the model.
 
     Raises:
         ValueError: an adapter of the clone does not learn.
@@ -470,7 +470,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
 
 
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
-    """Apply the steps plan, recompute, compile, fsdp and memory to one stage on the meta device.
+    """Apply five steps to one stage on the meta device: plan, recompute, compile, fsdp and memory.
 
     Returns:
         Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
@@ -501,8 +501,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if multiplies_on_amx(cfg, world):
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
-        # torch warns about every region whose policy chooses the tensors to keep, because in-place operations might
-        # give wrong results in such a region. A compiled block has no in-place operations left.
+        # torch warns about every checkpointed region with a policy that selects tensors to keep, because in-place
+        # operations in such a region might give wrong results. A compiled block has no in-place operations left.
         log = logging.getLogger("torch._higher_order_ops.wrap")
         log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:
@@ -530,7 +530,7 @@ def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the compute device. With CPU offload, FSDP moves parameters there, but not buffers."""
+    """Move the buffers to the compute device. With CPU offload, FSDP moves parameters to it, but not buffers."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

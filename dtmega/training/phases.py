@@ -112,7 +112,7 @@ class Phases:
         self._begin_phase(name)
 
     def end_step(self) -> StepTimes:
-        """End the step, and begin the phase "report". On a GPU, the host must already have waited for the device."""
+        """End the step and begin the phase "report". On a GPU, the host must already have waited for the device."""
         assert self._marks is not None
         busy_s = self._thread_time.busy_s() - self._busy_after_data_s
         marks = [*self._marks, ("", self._now())]

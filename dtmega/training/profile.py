@@ -178,7 +178,7 @@ class _Window:
             profile_memory=cfg.with_memory,
         )
         with warnings.catch_warnings():
-            # This object records only one window, and torch 2.11 warns that it drops older windows. The option
+            # This object records only one window, and torch 2.11 warns that older windows are dropped. The option
             # acc_events would prevent the warning, but torch would then create one Python object per event at the end.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             # Starting the first profiler in a process takes about a second, which the window's clock does not count.
@@ -197,7 +197,7 @@ class _Window:
             self._peaks_bytes[phase] = peak_bytes
 
     def write(self, folder: Path, name: str, rank: int, last: int) -> None:
-        """Stop recording, and write the trace and the summary. Each file is written completely or not at all.
+        """Stop recording and write the trace and the summary. Each file is written completely or not at all.
 
         Args:
             folder: folder for the files.

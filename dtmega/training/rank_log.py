@@ -59,7 +59,7 @@ class RankLog:
         self._warned = False
 
     def __enter__(self) -> RankLog:
-        """Open the log, and write a first line about this process.
+        """Open the log and write a first line about this process.
 
         Raises:
             ValueError: the file cannot be written.
@@ -79,7 +79,7 @@ class RankLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the log. If an error ends the block, log the traceback first: Python prints it only after the block."""
+        """Close the log. If an error ends the `with` block, first log the traceback, which Python prints only later."""
         if error is not None:
             self.line("".join(traceback.format_exception(kind, error, trace)))
         self._copying.close()
@@ -105,7 +105,7 @@ class RankLog:
                 faulthandler.dump_traceback(self._fd, all_threads=True)
 
     def _append(self, lines: list[str]) -> str:
-        """Append lines to the file, and return a warning to print; '' if there is no warning."""
+        """Append lines to the file. Returns a warning to print; '' if there is no warning."""
         assert self._fd is not None
         if self._missing:
             lines = [f"lines are missing here: {self._missing}", *lines]

@@ -113,7 +113,7 @@ def read_configuration(
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
         if cfg.run.exact:
             step.must_match |= {"the kind of processor": exact.kind_of_processor(device)}
-        # All ranks use rank 0's value, because devices may differ but all ranks must sum gradients at the same time.
+        # All ranks use rank 0's memory size: devices may differ, but all ranks must sum gradients at the same time.
         step.send = device_bytes
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)

@@ -44,7 +44,7 @@ class Run(NamedTuple):
         text: data of the run (splits, samples and tokenizer).
         model: this rank's part of the model.
         optimizer: optimizer of `model`.
-        batches: this rank's part of the training batches, from the run's current position on.
+        batches: this rank's part of the training batches, starting at the run's current position.
         spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
         metrics: reporter that prints each step's metrics and writes them to files.

@@ -28,8 +28,8 @@ class LoadColumns(NamedTuple):
     Attributes:
         edges: boundaries of the columns, int64 [C + 1]. Column c covers the steps edges[c] + 1 to edges[c + 1].
         loads: layer number -> number of tokens that used each of the layer's E experts in each column, float64 [E, C].
-        last_used: layer number -> last step of the newest line in which each expert has tokens, int64 [E]; 0 for an
-            expert that has no tokens in any line.
+        last_used: layer number -> for each expert, the last step of the newest line with tokens for the expert,
+            int64 [E]; 0 for an expert that has no tokens in any line.
         damaged_lines: number of lines that were left out.
     """
 
@@ -125,7 +125,7 @@ def _add(found: LoadColumns, line: _Line) -> bool:
 
 
 def _lines(run_dir: Path) -> Iterator[_Line | None]:
-    """Yield the content of each line, or None for a damaged line. A run without the file yields nothing."""
+    """Yield the content of each line, or None for a damaged line. A run without expert_loads.jsonl yields nothing."""
     for raw in raw_lines(run_dir / NAME):
         record = parse_line(raw)
         yield None if record is None else _parsed(record)

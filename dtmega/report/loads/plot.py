@@ -12,7 +12,7 @@ from dtmega.report.plots import INK, style
 
 MAX_PANELS = 64  # maximum number of layers that are drawn
 MAX_CELLS = 400_000  # maximum number of cells in all maps of a page; columns are joined to stay below it
-MIN_COLUMNS = 25  # minimum number of columns that joining leaves
+MIN_COLUMNS = 25  # minimum number of columns that remain when columns are joined
 WIDE, NARROW = 4, 2  # maximum number of panels side by side, in a wide window and in a narrow window
 EXPERT_HEIGHT, MIN_HEIGHT, MAX_HEIGHT = 12, 60, 128  # pixels: height of an expert's row, limits of a panel's height
 GAP, TOP, EDGE = 46, 84, 40  # pixels above each panel, above all panels, and below all panels
@@ -24,7 +24,7 @@ COLOURS = ((LOWEST, INK), (0.001, INK), (0.001, "#2266cc"), (1.0, "#ffffff"), (H
 
 
 def drawn_layers(found: LoadColumns) -> list[int]:
-    """The numbers of the layers to draw: all layers, but at most MAX_PANELS evenly spaced layers."""
+    """The numbers of the layers to draw: all layers, or MAX_PANELS evenly spaced layers if there are more."""
     layers = [*found.loads]
     if len(layers) <= MAX_PANELS:
         return layers
@@ -61,7 +61,7 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
             row=1 + place // columns,
             col=1 + place % columns,
         )
-    # plotly numbers panels row by row, so each trace fits both layouts.
+    # plotly numbers panels row by row in both layouts, so each trace refers to the same panel in both.
     narrow = _empty(found, layers, NARROW, NARROW_SIDE_GAP).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 

@@ -45,7 +45,7 @@ def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _unused(found: LoadColumns) -> list[str]:
-    """The HTML of a table that lists the experts that no token used recently, or of a sentence if all were used."""
+    """A table of the experts that no token used recently, as HTML; a sentence instead if every expert was used."""
     first, last = found.first_recent, found.last_step
     steps = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}"
     rows = []

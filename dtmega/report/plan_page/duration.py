@@ -60,7 +60,7 @@ def section(plan: Plan, time: StepTime | None, fabric: str) -> list[str]:
 
 
 def _schedule(plan: Plan, time: StepTime) -> list[str]:
-    """The HTML of the schedule's drawing; [] without a pipeline."""
+    """The HTML of the schedule's drawing; [] if there is no pipeline."""
     if plan.table is None or time.timeline is None:
         return []
     n_actions = sum(map(len, plan.table))

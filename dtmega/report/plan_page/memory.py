@@ -63,7 +63,7 @@ def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
 
 
 def names_of_spans(spans: Sequence[Span]) -> list[str]:
-    """A unique name for each span: the action, or "after ACTION" for the time between this action and the next."""
+    """A unique name for each span: its action, or "after ACTION" for the time between ACTION and the next action."""
     names: list[str] = []
     seen: Counter[str] = Counter()
     last_action = ""

@@ -67,7 +67,7 @@ class Places(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A title with the numbers of the places and the planned rank."""
+        """A title that contains the place numbers and the planned rank."""
         if not self.in_pipeline:
             return f"rank {self.role.rank}"
         first, last = self.numbers[0], self.numbers[-1]

@@ -163,7 +163,7 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
 
 
 def _owners(role: Role) -> str:
-    """The HTML of a table of the owners at a role's peak, largest first. All but SHOWN_OWNERS owners are folded."""
+    """The HTML of a table of owners at a role's peak, largest first. Owners after the first SHOWN_OWNERS are folded."""
     peak = role.peak
     rows = []
     for owner, n_bytes in sorted(peak.at_peak.items(), key=lambda pair: pair[1], reverse=True):

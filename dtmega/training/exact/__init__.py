@@ -3,8 +3,9 @@
     record.py     writes the digests of each step
     recorded.py   reads the digests of a run, and compares them with the digests of `dtmega replay`
 
-Every setting is refused unless a list below allows it. The lists contain the settings for which benchmarks/exact.py has
-proved that every bit is equal. `fsdp/exact.py` adds up the gradients, and `ops/fixed_point.py` does the arithmetic.
+Every setting is refused unless a list below allows it. The lists contain the settings that benchmarks/exact.py has
+proved to give identical bits on all layouts. `fsdp/exact.py` adds up the gradients, and `ops/fixed_point.py` does the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         device: device on which the rank computes.
 
     Raises:
-        ValueError: the configuration combines [run] exact with a setting outside the lists.
+        ValueError: the configuration combines [run] exact with a setting that is not proved.
     """
     if not cfg.run.exact:
         return
@@ -98,7 +99,7 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    # This text makes the digests of the tp and cp ranks differ even if the ranks' gradients are equal.
+    # `share` makes the digests of the tp and cp ranks differ even if the ranks' gradients are equal.
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
@@ -168,14 +169,14 @@ def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, co
 
 
 def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
-    """Refuse to continue a run with settings that would change its bits.
+    """Refuse settings that would change the bits of a resumed run.
 
     Args:
         was: state that the checkpoint stores; None for a new run.
         now: settings of this start, from `fixed`.
 
     Raises:
-        ValueError: a setting differs from the checkpoint.
+        ValueError: a setting differs from the checkpoint's setting.
     """
     if was is None:
         return
@@ -242,7 +243,7 @@ def begin(
         was: state that the checkpoint stores; None for a new run.
 
     Raises:
-        ValueError: a fixed setting differs from the checkpoint.
+        ValueError: a fixed setting differs from the checkpoint's setting.
     """
     if sums is None:
         return

@@ -135,7 +135,7 @@ class Comparison(Record):
         """Do nothing, because a replay opens no file."""
 
     def summary(self) -> str:
-        """A line for the user that states which steps are equal in every bit."""
+        """A line that tells the user which steps are equal in every bit."""
         if not self._compared:
             return "no step was compared"
         first, last = self._compared[0], self._compared[-1]
@@ -149,7 +149,7 @@ def read(run_dir: Path) -> Recorded:
     """Read a run's digests. Damaged lines are skipped.
 
     Raises:
-        ValueError: the run directory has no digests.jsonl, or the file has no line of a step.
+        ValueError: the run directory has no digests.jsonl, or the file contains no step.
     """
     path = run_dir / NAME
     lines = path.read_bytes().splitlines() if path.is_file() else []

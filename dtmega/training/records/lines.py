@@ -60,7 +60,7 @@ class StepLines:
             self._say(f"WARNING: {self._name} may not survive a power cut: {error}")
 
     def close(self) -> None:
-        """Flush the file to disk, and close it."""
+        """Flush the file to disk and close it."""
         self.sync()
         with contextlib.suppress(OSError):  # the disk may be full
             self._file.close()

@@ -44,7 +44,7 @@ class LoadsFile:
         self._sum: Tensor | None = None  # loads since the last line, [L, E]
 
     def after_step(self, step: int) -> None:
-        """Add the loads of a step that has changed the weights, and write a line once it covers enough steps."""
+        """Add the loads of a step that changed the weights. Write the current line if it covers enough steps."""
         loads = self._loads.last
         if loads is None:
             return
@@ -54,7 +54,7 @@ class LoadsFile:
             self._write()
 
     def sync(self) -> None:
-        """End the line, and flush the file to disk. Call this method before a save."""
+        """End the line and flush the file to disk. Call this method before a save."""
         self._write()
         if self._lines is not None:
             self._lines.sync()

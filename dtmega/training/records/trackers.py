@@ -227,7 +227,7 @@ class Trackers:
             sink.take(row)
 
     def close(self, finished: bool, within_s: float) -> None:
-        """Send the queued rows, and close the run at each tracker. Any thread may call this method.
+        """Send the queued rows and close the run at each tracker. Any thread may call this method.
 
         Args:
             finished: whether the run has done all its steps.
