@@ -27,7 +27,7 @@ from dtmega import config, mesh, train
 from dtmega.checkpoint.staging import Stager
 from dtmega.data.loader import TrainBatches
 from dtmega.models.experts import Experts
-from dtmega.ops.attention import attention
+from dtmega.ops.attention import LARGEST_FUSED_HEAD, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 from dtmega.ops.cross_entropy import linear_cross_entropy
 from dtmega.training.step import train_step
@@ -99,6 +99,29 @@ def test_attention_and_its_gradients_are_the_textbooks(words: str, dtype: str, d
         assert mine.grad is not None
         assert true.grad is not None
         assert error(mine.grad, true.grad) < bound
+
+
+@on_each_device
+def test_a_graph_of_attention_that_is_kept_gives_its_gradients_again(device: str):
+    q, k, v = (draws(B, H, S, K, seed=i).float().to(device).requires_grad_() for i in range(3))
+    rule = attention_rule(torch.arange(S, device=device).repeat(B, 1), causal=True)
+    out = attention(q, k, v, rule)
+    gradient = torch.ones_like(out)
+    first = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+    again = torch.autograd.grad(out, (q, k, v), gradient)
+    for one, other in zip(first, again, strict=True):
+        assert other.equal(one)
+
+
+@on_each_device
+def test_heads_too_wide_for_the_fused_kernel_have_the_textbooks_attention_too(device: str):
+    wide = 2 * LARGEST_FUSED_HEAD
+    q, k, v = (draws(1, 2, S, wide, seed=i) for i in range(3))
+    _, added, allowed = said_twice("causal")
+    expected = textbook(q, k, v, added, allowed[:1])
+    rule = attention_rule(torch.arange(S, device=device)[None], causal=True)
+    ours = [x.float().to(device) for x in (q, k, v)]
+    assert error(attention(ours[0], ours[1], ours[2], rule), expected) < 2e-5
 
 
 # ---- the loss

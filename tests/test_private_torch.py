@@ -204,6 +204,9 @@ TORCH = {
     "torch._dynamo.reset": Private(
         ("planning/counting/compiled.py",), "forget graphs of another backend; torch.compiler.reset also needs Inductor"
     ),
+    "torch._functorch.config": Private(
+        ("ops/attention.py",), "a backward that leaves the tensors it reads as they are, and so can run in two parts"
+    ),
     "torch._functorch.partitioners.min_cut_rematerialization_partition": Private(
         ("planning/counting/compiled.py",), "what Inductor keeps for backward"
     ),

@@ -3,14 +3,13 @@
     rule = attention_rule(places, causal=True, slopes=slopes)    # once per forward pass, shared by all layers
     out = attention(q, k, v, rule)                               # [B, H, S, K]
 
-- CUDA, for rules with `fused=True`: FlexAttention. The bias is computed inside the kernel and never stored.
+- CUDA, for rules with `fused=True` and K <= 256: FlexAttention. The bias is computed inside the kernel, not stored.
 - CPU, and CUDA with `fused=False`: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a
   chunk reads only the keys that its queries may see, and the bias depends only on the distance. A single strip of
   biases then serves every chunk as a view: [H, C, S] floats instead of [H, S, S] per layer. If places are not
   consecutive, or if there are documents, each chunk's bias is computed when the chunk is processed. On a CPU, the
   backward pass computes the bias again.
-- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16 tensors: batched matrix products over chunks of
-  queries (`cpu/attention.py`).
+- CPU with AMX or avx512_bf16, for bfloat16 tensors: batched products over chunks of queries (`cpu/attention.py`).
 - Plain formula over chunks of queries: for attention dropout unless the batched products run, and for a learned bias or
   a soft cap unless FlexAttention runs. No fused kernel supports a dropout mask that is keyed by global indices.
 
@@ -39,6 +38,7 @@ from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.keyed import Dropout
 
 MAX_KERNELS = 256  # maximum number of FlexAttention kernels outside compiled blocks, in one process
+LARGEST_FUSED_HEAD = 256  # with K = 512, FlexAttention's blocks exceed the shared memory of an H100
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
 
 
@@ -73,6 +73,8 @@ def attention(
         k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
     assert (q.shape[2], k.shape[2]) == lengths, (q.shape, k.shape, lengths)
+    if rule.block_mask is not None and q.shape[-1] > LARGEST_FUSED_HEAD:
+        rule = rule._replace(block_mask=None)
     if rule.block_mask is not None:
         assert dropout is None
         return _flex(q, k, v, rule, scale, softcap)
@@ -265,9 +267,11 @@ def _flex_kernel(device_type: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
-    # Each combination of shape, dtype and rule needs its own kernel. After eight kernels, which is torch's default
-    # limit, Dynamo would run the uncompiled function.
     from torch._dynamo import config  # takes seconds to import, and only GPUs need it
+    from torch._functorch import config as functorch_config
 
+    # Each combination of shape, dtype and rule needs a kernel. After eight, Dynamo would run the uncompiled function.
     allow_kernels = config.patch(recompile_limit=MAX_KERNELS)
-    return allow_kernels(torch.compile(flex_attention, dynamic=False))
+    # A schedule that splits backward keeps the graph, which torch refuses if backward may overwrite its inputs.
+    keep_inputs = functorch_config.patch(donated_buffer=False)
+    return keep_inputs(allow_kernels(torch.compile(flex_attention, dynamic=False)))
