@@ -52,6 +52,9 @@ SHOWN_KERNELS = 20
 DROPOUT = ["--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1"]
 NO_DROPOUT = ["--model.hidden_dropout", "0", "--model.attention_dropout", "0"]
 NEW = ["--model.init_from", ""]
+# DeepSeek-V3's sizes with two layers, a dense one and one with 16 experts in 4 groups: 3.4 billion parameters.
+FEW_EXPERTS = ["--model.n_layers", "2", "--model.dense_layers", "1", "--model.n_experts", "16"]
+FEW_EXPERTS += ["--model.expert_groups", "4", "--model.groups_per_token", "2"]
 # Weights, gradients and AdamW's state take 16 bytes per parameter: 105 GiB for BLOOM 7b1.
 LARGEST = "bloom-7b1" if GPU and torch.cuda.get_device_properties(0).total_memory > 120 * 2**30 else "bloom-3b"
 # The cases of each set as (limit in seconds, case), the most important case first.
@@ -74,6 +77,12 @@ SETS: dict[str, list[tuple[int, list[str]]]] = {
         (90, ["step", "bloom-1b1", "--ladder", "8", *DROPOUT]),
         (90, ["step", "bloom-3b", "--ladder", "4", *DROPOUT]),
         (120, ["step", LARGEST, "--ladder", "1", *DROPOUT]),
+    ],
+    "third": [
+        (200, ["step", "qwen3-30b-a3b", "--ladder", "1", "--profile", "--model.n_layers", "4"]),
+        (150, ["step", "deepseek-v3", "--ladder", "1", *FEW_EXPERTS]),
+        (100, ["step", "mixtral-8x7b", "--ladder", "1", "--model.n_layers", "1"]),
+        (150, ["hf", "bloom-560m", "--ladder", "4", "--compiled"]),
     ],
 }
 TINY = {"model.hidden_size": 64, "model.n_layers": 2, "model.n_heads": 2, "data.seq_len": 128, "model.vocab_size": 8192}

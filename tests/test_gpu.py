@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import re
 import subprocess
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import gpu_layouts
 from dtmega import config, mesh, train
 from dtmega.checkpoint.staging import Stager
 from dtmega.data.loader import TrainBatches
@@ -37,6 +39,7 @@ from tests.ops.test_attention import textbook
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 DTYPES = {"float32": (torch.float32, 2e-5), "bfloat16": (torch.bfloat16, 2e-2)}
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 in_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -313,6 +316,25 @@ def test_a_stopped_run_goes_on_to_the_bit(device: str, corpus: str, tmp_path: Pa
     whole, halves = (losses_in(tmp_path / name) for name in ("whole", "halves"))
     assert halves == whole
     assert len(whole) == 6
+
+
+# ---- ranks that share it
+
+
+@pytest.mark.parametrize("row", gpu_layouts.ROWS, ids=lambda row: row.name)
+def test_each_layout_of_the_benchmark_is_a_configuration(row: gpu_layouts.Row, tmp_path: Path):
+    for leg in row.legs:
+        cfg = config.load(gpu_layouts.arguments(row, leg.keys, tmp_path / "run"))
+        assert math.prod(max(1, leg.keys.get(f"mesh.{axis}", 1)) for axis in AXES) == leg.n_ranks
+        assert cfg.train.steps == gpu_layouts.STEPS
+
+
+@pytest.mark.full
+def test_the_benchmark_of_layouts_finds_those_right_that_run_here():
+    command = [sys.executable, "benchmarks/gpu_layouts.py", "mixture: ep 2 with", "resume"]
+    found = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("| right |") == 2
 
 
 # ---- what is compiled for it

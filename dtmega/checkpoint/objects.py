@@ -151,7 +151,10 @@ class Objects:
         self._delete_in_order(f"{folder}/{name}" for name in self._belonging(folder))
 
     def move(self, folder: str, into: str) -> None:
-        """Move a checkpoint into the folder `into`: copy the manifest last and delete the old manifest first."""
+        """Move a checkpoint into the folder `into`.
+
+        The manifest is the last file to be copied; then the old manifest is the first file to be deleted.
+        """
         sizes = self._belonging(folder)
         manifest_bytes = sizes.pop(NAME)
         with ThreadPoolExecutor(PARALLEL) as threads:

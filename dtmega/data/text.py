@@ -304,7 +304,7 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, datasets: 
 
 
 def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The additional entries of `Text.identity` for a run that follows one of Megatron's orders."""
+    """The additional entries of `Text.identity` for a run that reads its samples in one of Megatron's orders."""
     train = splits.samples["train"]
     assert train is not None
     return {

@@ -26,7 +26,7 @@ class Masters:
         dtype: dtype of the copies.
 
     Attributes:
-        last: whether the next backward is for the last microbatch of a step. Such a backward frees each copy
+        last: flag, True if the next backward is for the last microbatch of a step. Such a backward frees each copy
             together with the copy's gradient.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Host:
-    """The host of a real run, which waits for the device and reads values from its memory."""
+    """The host in a real run. It waits for the device, then reads values from its memory."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """The tensor's values, as a tensor on the host."""

@@ -49,7 +49,7 @@ class Passes:
     def derivatives(
         self, x: Tensor, dx: Tensor, peak: Tensor, slope: Tensor, smooth: Tensor | None, reuse_scratch: bool
     ) -> None:
-        """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
+        """Write `slope * exp(x - peak) - smooth` to dx [n, V], which may be x itself.
 
         Args:
             x: logits, [n, V].

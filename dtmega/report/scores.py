@@ -22,7 +22,7 @@ FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoin
 LOSSES = "evaluation.jsonl"  # file in a run directory for the losses from runs with the key `[eval] only`
 OF_LOSSES = "[eval] only"  # task name of the scores that are read from LOSSES
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all MMLU scores takes 1 MB
-MAX_FILES = 500  # maximum number of files read; the last files by name are read, and each name begins with the step
+MAX_FILES = 500  # maximum number of files read: those with the last names, which begin with the step
 MAX_SCORES = 5000  # maximum number of scores kept
 
 

@@ -1,4 +1,4 @@
-"""The sample order of a Megatron run, so that the run can be continued with dtmega: `[data] order`.
+"""Reproduce the sample order of a Megatron run (`[data] order`), so that dtmega can continue the run.
 
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))

@@ -51,7 +51,7 @@ def _from_engine() -> bool:
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
-    """The numbers of C++ references to a tensor and to its storage."""
+    """The C++ reference counts of a tensor and of its storage."""
     n_of_tensor = cast("Any", tensor)._use_count()
     return n_of_tensor, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

@@ -32,7 +32,7 @@ class Recording:
         self._n_slots = len(kind)
         self._slots: dict[int, int] = {}  # address of a live storage that the graph uses -> number of the storage
         self._values: dict[fx.Node, list[int]] = {}  # graph node whose value is live -> storages of the value
-        self._n_values: Counter[int] = Counter()  # number of a storage -> number of live values on the storage
+        self._n_values: Counter[int] = Counter()  # number of a storage -> how many live values are on it
         self._exact = True
         for argument, arg in zip(kind, args, strict=True):
             if argument.layout is not None:
