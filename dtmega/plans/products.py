@@ -123,7 +123,8 @@ class Region:
 def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> Tensor:
     """Begin a region. Return the input of the region's matrix products.
 
-    The input is the result of `mappings.gather` if `cut`, otherwise of `mappings.copy`. The caller must call `again` at the end of the region.
+    The input is the result of `mappings.gather` if `cut`, otherwise of `mappings.copy`. The caller must call `again` at
+    the end of the region.
     """
     entered = mappings.gather(x, group) if cut else mappings.copy(x, group)
     entered.region = Region(x, group, cut, has_one_product)  # pyright: ignore[reportAttributeAccessIssue]
