@@ -8,17 +8,19 @@
 # make test-full                                make test, then planted faults, kill points, damaged bytes, pairs of
 #                                               layouts, random kills
 # make test-oldest                              run the tests with the oldest torch that pyproject.toml allows (5 GB)
+# make test-torch TORCH=2.14.1                  run the tests with another version of torch, in .venv-torch-2.14.1 (5 GB)
 # make mutants ARGS="--only ops/optim/rates.py"       find small changes of one module that no test notices (tools/mutants.py)
 # make bench [ARGS="--only step"]               compare speed with other programs: a table, benchmarks.json and .png
 PYTHON ?= python3
 PORT ?= 8000
 
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
+TORCH_VENV = .venv-torch-$(TORCH)
 
 # Tests start hundreds of processes. Without bytecode files each would compile everything that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest mutants bench
+.PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest test-torch mutants bench
 
 train: .venv/installed
 	.venv/bin/python train.py --config bloom.toml $(ARGS)
@@ -70,13 +72,17 @@ test-full: test
 	.venv/bin/python benchmarks/resume.py
 	.venv/bin/python benchmarks/kills.py
 
-# constraints.txt pins a newer torch, with its setuptools and CUDA libraries; those lines are left out here.
 test-oldest:
-	$(PYTHON) -m venv .venv-oldest
-	grep -vE '^(torch|triton|setuptools|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/pip install --disable-pip-version-check -c .venv-oldest/constraints.txt \
-		'torch==$(OLDEST_TORCH).*' -e '.[test]'
-	.venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) --no-print-directory test-torch TORCH='$(OLDEST_TORCH).*' TORCH_VENV=.venv-oldest
+
+# constraints.txt pins one torch, with its setuptools and CUDA libraries; those lines are left out here.
+test-torch:
+	@test -n "$(TORCH)" || { echo "name a version of torch: make test-torch TORCH=2.14.1"; exit 1; }
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^(torch|triton|setuptools|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
+		'torch==$(TORCH)' -e '.[test]'
+	$(TORCH_VENV)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 mutants: .venv/installed-test
 	.venv/bin/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[mutants]'
