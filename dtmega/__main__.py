@@ -20,7 +20,7 @@ from dtmega.files import console
 def run() -> NoReturn:
     """Run the command given on the command line, then exit with its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # escape characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape any character that the terminal cannot show
     if sys.argv[1:2] == ["train"]:
         entry.train(sys.argv[2:])
     entry.tell_of_faults()

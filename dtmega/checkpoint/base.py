@@ -160,7 +160,7 @@ def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
 
 
 def location(model: config.Model, source: Source) -> str:
-    """The path of the checkpoint that `source` reads; without a checkpoint, the path of the initial weights."""
+    """The path of the checkpoint that `source` reads, or of the initial weights if `source` reads no checkpoint."""
     checkpoint = getattr(source, "checkpoint", None)
     path = checkpoint.path if checkpoint is not None else model.init_from or getattr(model, "directory", "")
     return path if "://" in path else str(Path(path).absolute())

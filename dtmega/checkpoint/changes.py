@@ -60,7 +60,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 }
-# Keys whose values are not compared: files may move, and order_samples = 0 means a number derived from other keys.
+# Keys whose values are not compared: files may move, and `order_samples = 0` means a number derived from other keys.
 # `resume.check_same` compares the identity of the data and the digest of the model directory instead.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
@@ -110,12 +110,12 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """List the changed keys with the treatment `kind`, in all sections.
+    """List the changed keys whose treatment is `kind`, across all sections.
 
     Args:
         then: configuration recorded in the checkpoint, keyed by section.
         now: current configuration.
-        kind: treatment of the keys to return.
+        kind: treatment that selects the keys to return.
     """
     changes: list[Change] = []
     for section in Config.model_fields:

@@ -56,7 +56,7 @@ class Damaged(ValueError):
 
 
 class OtherFormat(ValueError):
-    """Raised if an intact checkpoint has the format of a different version of dtmega."""
+    """Raised if a checkpoint is intact but has another dtmega version's format."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Manifest:
 
     Attributes:
         step: number of the optimizer step after which the checkpoint was saved.
-        state: JSON object of the program that saved the checkpoint; for a training run, the content of `state.State`.
+        state: JSON object from the program that saved the checkpoint; for a training run, the content of `state.State`.
         files: name of each data file -> size in bytes.
         tensors: name of each tensor in the checkpoint, such as `model/NAME` -> entry of the tensor.
         block_bytes: size in bytes of a block; each block has its own digest.
@@ -130,7 +130,7 @@ def block_bytes_for(n_bytes: int) -> int:
 
 def block_digests(data: memoryview, block_bytes: int) -> tuple[str, ...]:
     """The digests of contiguous bytes, one per block."""
-    # A checkpoint has hundreds of thousands of blocks, so the loop makes no calls except to the library.
+    # A checkpoint has hundreds of thousands of blocks, so the loop calls nothing but xxhash.
     return tuple([xxhash.xxh3_128_hexdigest(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes)])
 
 
@@ -172,7 +172,7 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
             bytes.
         OtherFormat: a different version of dtmega wrote the manifest.
     """
-    # Digests have a fixed length, so every body's tail is as long as the tail of an empty body.
+    # Digests have a fixed length, so `_tail` returns as many bytes for an empty body as for any other body.
     body = raw[: -len(_tail(b""))]
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")

@@ -35,7 +35,7 @@ LEFTOVER_FOLDER = re.compile(rf"(superseded-\d+/)?step-\d{{8}}|{re.escape(PROBE)
 
 
 class Objects:
-    """The folders under the URL of an object store, with the methods of `Disk`. A folder is a prefix of names.
+    """The folders under the URL of an object store, with the methods of `Disk`. A folder is a prefix of object names.
 
     Raises:
         Unreachable: the store does not list its objects.
@@ -215,7 +215,7 @@ class Objects:
             return list(manifest.parse(file.read(), self.sizes(folder)).files)
 
     def _belonging(self, folder: str) -> dict[str, int]:
-        """The sizes of a checkpoint's files, keyed by name. Data files that other attempts have left are excluded."""
+        """The sizes of a checkpoint's files, keyed by name. Data files that other attempts left behind are excluded."""
         sizes = self.sizes(folder)
         try:
             named = self._named(folder)

@@ -211,7 +211,7 @@ def find_checkpoints(
             continue
         # Without "auto", the run's own folder is read only if torchrun has restarted the job. Checkpoints that the
         # previous attempt saved there are candidates: they record the same value of [checkpoint] resume as this
-        # attempt. The folder also holds older checkpoints if the previous attempt died before setting these aside.
+        # attempt. The folder also holds older checkpoints if the previous attempt died before setting them aside.
         # Older checkpoints are not candidates, because the user asked not to resume from them.
         if requested == "auto" or files is not own_root or written_under == requested:
             candidates.append(checkpoint)
@@ -291,7 +291,7 @@ def state_of(checkpoint: Checkpoint) -> State:
 
 
 def how_to_resume(cfg: config.Config) -> str:
-    """Advice on how to resume a run that has stopped early and saved."""
+    """Advice on how to resume a run that has stopped early and saved a checkpoint."""
     resume = cfg.checkpoint.resume
     if resume == "auto":
         return "the same command goes on from there"

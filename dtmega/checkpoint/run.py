@@ -90,7 +90,7 @@ class Checkpoints:
         self._attempt = ""  # id of the save in progress; only rank 0's id is used
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
-        """Save a checkpoint or begin to save it if saving is asynchronous.
+        """Save a checkpoint or, if saving is asynchronous, only start the save.
 
         Returns:
             The outcomes of the saves that have ended: this save or, if saving is asynchronous, the previous save.
@@ -118,7 +118,7 @@ class Checkpoints:
     def poll(self) -> list[SaveOutcome]:
         """Publish the checkpoint if the threads of all ranks have finished writing.
 
-        A save ends in the same call of `poll` on every rank.
+        On all ranks, a save ends during the same call to `poll`.
 
         Returns:
             A list with the outcome of the save that has ended; [] if no save has ended.

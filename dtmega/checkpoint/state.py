@@ -56,7 +56,7 @@ class HealthState(NamedTuple):
 
 START = Progress()
 HEALTHY = HealthState()
-# Identity of a run that another program began, and whose data dtmega therefore cannot describe.
+# Identity of a run that another program began: dtmega cannot describe the data of such a run.
 ELSEWHERE = {"origin": "another program"}
 
 

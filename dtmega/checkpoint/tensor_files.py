@@ -172,7 +172,7 @@ class _Writer(StorageWriter):
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder; choose the block size and the name of each rank's data file.
+        """Make the checkpoint's folder; choose the block size and the name of each rank's data file.
 
         Runs on the coordinator, before any rank writes.
         """
@@ -255,7 +255,7 @@ class _Reader(StorageReader):
                 target.copy_(content)
                 planner.commit_tensor(item, target)
         finally:
-            # torch's next collective would time out while the slowest rank still reads, so all ranks
+            # torch's next collective would time out while the slowest rank is still reading, so all ranks
             # wait for each other here first.
             self._pace.wait_for_all()
         done: Future[None] = Future()
@@ -263,7 +263,7 @@ class _Reader(StorageReader):
         return done
 
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
-        """Yield (item, content) pairs in any order. The checkpoint's place sets the number of concurrent reads."""
+        """Yield (item, content) pairs in any order, with up to `files.parallel_reads` concurrent reads."""
         extents = [self._extent(item) for item in items]
         groups = deque(side_by_side(extents, PART_BYTES))
         at_once = self._checkpoint.files.parallel_reads

@@ -100,7 +100,7 @@ class Merged:
         self.base.check(self._frozen.digests(frozen, group), self.path)
 
     def _layer(self, name: str) -> str:
-        """The name of the layer whose adapter changes the tensor with this name; '' if there is no such layer."""
+        """The name of the layer whose adapter changes the tensor `name`; '' if no adapter changes the tensor."""
         layer = name.removesuffix(".weight")
         return layer if f"{layer}.lora_a" in self._stored.tensors else ""
 

@@ -265,7 +265,7 @@ class Batch(Section):
         ramps = len(sizes) - 1
         if ramps:
             ramp_samples = self.rampup[2]
-            # All stairs take the same number of samples. -(-a // b) rounds up, because `until` must be a whole number.
+            # All stairs have the same number of samples. `-(-a // b)` rounds a / b up to a whole number.
             for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
                 yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
         yield sizes[-1], sys.maxsize
@@ -369,7 +369,7 @@ class Optim(Section):
         return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The length of the warm-up, given `total`, the length of the whole run, both measured in [optim] unit."""
+        """The length of the warm-up for a run of length `total`, with both lengths in [optim] unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 

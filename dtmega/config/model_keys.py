@@ -60,7 +60,7 @@ class NativeModel(Model):
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # A family may set the width of a head separately (kv_channels), and D then need not be a multiple of H.
+        # A family may set the width of a head separately (kv_channels), so D need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -360,7 +360,7 @@ class MoE(Llama):
 
     @property
     def expert_ffn(self) -> int:
-        """F: width inside one expert, with the default resolved."""
+        """F: inner width of one expert, with the default resolved."""
         return self.expert_ffn_hidden_size or self.ffn
 
     @property

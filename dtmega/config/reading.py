@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """A hint about a common mistake, to append to the message about invalid TOML; '' for any other mistake."""
+    """A hint to append to the message about invalid TOML; '' if the mistake is not a common one."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)
@@ -220,7 +220,7 @@ def _choose_class(
 def _known_keys(
     tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Copy the file's tables and append messages about unknown sections and keys to `refusals`."""
+    """Copy the tables of a TOML file and append messages about unknown sections and keys to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
@@ -250,7 +250,7 @@ def _apply_overrides(
 
 
 def _parse_text(field: FieldInfo, text: str) -> Any:
-    """The value of an option: the text itself for a key of type str, or the text parsed as TOML for any other key."""
+    """The value of an option: the text itself if the key's type is str, otherwise the text parsed as TOML."""
     if field.annotation is str:
         return text
     try:

@@ -125,7 +125,7 @@ class TrainBatches:
 
     def close(self) -> None:
         """End the worker processes. The next iteration starts new workers."""
-        with contextlib.suppress(Exception):  # a failed start does not matter, because the workers are no longer needed
+        with contextlib.suppress(Exception):  # a failure to start does not matter: the workers are no longer needed
             self._wait()
         self._iterator = None
         # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
@@ -179,7 +179,7 @@ class TrainBatches:
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the rows of each step, made in this process without workers."""
+        """Make the rows of each step in this process, without workers, and yield the rows."""
         for rows in made_in_turn(self._rows, self._slices()):
             if self._pin_memory:
                 rows = {name: tensor.pin_memory() for name, tensor in rows.items()}

@@ -77,7 +77,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature: 0, or a number from 1e-6 to 1e6, so that fp32 logits / temperature cannot overflow."""
+    """Parse a temperature: 0, or a number from 1e-6 to 1e6, so that dividing fp32 logits by it cannot overflow."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The sources of a conversion: one reader for each format that `--from` takes."""
+"""The sources of a conversion: one reader for each format that `--from` accepts."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Conversations:
         """Check the number and sizes of the sequences, and the number of learned tokens.
 
         Args:
-            starts: index of each document's first sequence, then the number of sequences, [documents + 1].
+            starts: index of each document's first sequence, followed by the number of sequences, [documents + 1].
         """
         path = f"{self.dataset.prefix}.idx"
         counts = np.diff(starts)

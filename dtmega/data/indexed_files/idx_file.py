@@ -49,7 +49,7 @@ class Index(NamedTuple):
         sizes: number of tokens in each sequence, int32 or int64 [n].
         pointers: start of each sequence in .bin, int64 [n], in bytes (MMIDIDX) or tokens (TNTIDX).
         per_token: size of a token in the unit of `pointers`: bytes per token (MMIDIDX), or 1 (TNTIDX).
-        document_index: index of each document's first sequence, then n, int64 [d].
+        document_index: index of each document's first sequence, followed by n, int64 [d].
     """
 
     dtype: np.dtype[Any]
@@ -120,7 +120,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         )
     if n_sizes != n:
         raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
-    # Skip the first array, the index of each sequence's first size, because each sequence has a single size.
+    # Skip the first array (the index of each sequence's first size), because each sequence has a single size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -155,7 +155,7 @@ def index_pieces(
     sizes: Callable[[], Iterator[NDArray[Any]]],
     ends: Callable[[], Iterator[NDArray[Any]]],
 ) -> Iterator[bytes | NDArray[Any]]:
-    """Yield the content of an .idx file in the MMIDIDX layout, in pieces as long as those from `sizes` and `ends`.
+    """Yield an .idx file's content in the MMIDIDX layout; `sizes` and `ends` determine the lengths of the pieces.
 
     Args:
         dtype: integer dtype of the tokens (see `check_integer`).

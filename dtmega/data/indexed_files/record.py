@@ -283,7 +283,7 @@ def _content(dataset: IndexedDataset) -> dict[str, Any] | None:
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
-    """A line for the user about data sets without a record; dtmega assumes that `tokenizer` made their ids."""
+    """A line for the user about data sets without a record: dtmega assumes that their ids come from `tokenizer`."""
     more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
     return (
         f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"

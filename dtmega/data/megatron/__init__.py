@@ -1,4 +1,4 @@
-"""Samples in the order in which Megatron would read them, to continue a Megatron run with dtmega (`[data] order`).
+"""Reproduce the sample order of a Megatron run (`[data] order`), so that dtmega can continue the run.
 
 order.py    the samples of each split; start reading here
 index.py    the three indices of one corpus, equal to Megatron's

@@ -87,7 +87,7 @@ class MegatronBlend:
 
 
 def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """Count the samples taken from each corpus before sample 0, sample COUNT_EVERY, sample 2 COUNT_EVERY, and so on.
+    """Count the samples taken from each corpus before samples 0, COUNT_EVERY, 2 * COUNT_EVERY, and so on.
 
     The last row holds the counts after the last sample.
 
@@ -179,7 +179,7 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 
     Args:
         weights: share of each corpus, fp64 [corpora].
-        at: index, within the whole blend, of the sample in each stretch, int64 [stretches].
+        at: index of each stretch's sample in the whole blend, int64 [stretches].
         counts: number of samples taken from each corpus before each stretch's sample, fp64 [stretches, corpora].
     """
     # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
@@ -215,7 +215,7 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Compute some stretches again from new counts, until the new counts equal the counts of the previous pass.
+    """Recompute some stretches from new counts until the new counts equal the counts of the previous pass.
 
     Args:
         weights: share of each corpus, fp64 [corpora].
