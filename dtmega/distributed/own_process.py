@@ -74,7 +74,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     if in_main_thread:
-        # The mask applies to this thread only. Another thread, such as one of torch's, may still receive the signal.
+        # The mask applies to this thread only. Another thread, such as a torch thread, may still receive the signal.
         signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -226,7 +226,7 @@ class Watch:
         try:
             first = self._reader.compare_set("left", "", mine).decode()
         except RuntimeError:
-            # The store may have ended with the rank that exited first.
+            # The store may be gone, because the rank that exited first may have served the store.
             return True
         if first != mine:
             its_code, its_reason = first.split(" ", 1)
