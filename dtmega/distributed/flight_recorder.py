@@ -54,7 +54,7 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
     Args:
         folder: folder that holds only the ranks' records, created if it does not exist.
         rank: rank of this process.
-        patience_s: longest time, in seconds, to wait for the file; the disk or torch may hang.
+        patience_s: maximum time, in seconds, to wait until the file is written; the disk or torch may hang.
 
     Returns:
         The path of the file; '' if nothing was recorded, or if the file could not be written in time.

@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function that the watching thread calls, for at most CALLBACK_S, before it ends the process."""
+        """Set a function that the watching thread calls before ending the process; CALLBACK_S limits the call."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:

@@ -125,7 +125,7 @@ def loss_of(sums: Sequence[Sum], means: Mapping[str, float], evaluates: bool = F
     Args:
         sums: the numbers that the objective reports.
         means: means, keyed by name, from `means_of`.
-        evaluates: whether this is the loss of an evaluation.
+        evaluates: whether the loss is for an evaluation.
     """
     loss = 0.0
     for term in sums:
