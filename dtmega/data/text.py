@@ -62,7 +62,7 @@ class Text(NamedTuple):
 
     @property
     def evaluated(self) -> list[str]:
-        """Names of the splits that a validation reads, in order."""
+        """Names of the splits that validation reads, in order."""
         names = [mixture.name for mixture in self.data.validation_sets]
         return ["valid", *(name for name in names if name != "valid")]
 

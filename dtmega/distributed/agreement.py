@@ -35,7 +35,7 @@ from dtmega.distributed import exit_codes, process
 from dtmega.distributed.rendezvous import Rank0GaveUp
 from dtmega.files import console
 
-# After a rank has failed, seconds to wait for the other ranks' reports, which may never come.
+# Seconds to wait for the other ranks' reports after a rank has failed; the reports may never come.
 PATIENCE_S = 10.0
 LONGEST_POLL_S = 0.5
 HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes

@@ -143,7 +143,7 @@ class ExitStatus:
         try:
             yield
         except Exception as error:
-            # If another exit code is already set, this error is only a consequence of that exit, so the code stays.
+            # If another exit code is already set, this error is only a consequence of that exit, so keep that code.
             if self.code in (None, DONE, PREEMPTED):
                 self.set(FAILED, error_summary(error))
             raise
@@ -151,7 +151,7 @@ class ExitStatus:
             self.write()
 
     def set(self, code: int, reason: str) -> int:
-        """Set the exit code and the reason. Passes the reason to torchrun. Returns the code."""
+        """Set the exit code and the reason, pass the reason to torchrun, and return the code."""
         self.code = code
         self.reason = reason
         if code != DONE:

@@ -42,7 +42,7 @@ def switch_on(device: torch.device) -> None:
     Call this function before the first process group is made, because torch reads the environment variable then.
 
     nccl also writes a record by itself when a collective times out. The path of this record (TORCH_FR_DUMP_TEMP_FILE)
-    is left unchanged, because the watch ends a hanging process after half of nccl's timeout.
+    is left unchanged, because the watchdog ends a hanging process after half of nccl's timeout.
     """
     if device.type == "cuda" and not any(name in os.environ for name in BUFFER_SIZE):
         os.environ[BUFFER_SIZE[0]] = str(ENTRIES)
@@ -54,7 +54,7 @@ def dump(folder: Path, rank: int, patience_s: float = PATIENCE_S) -> str:
     Args:
         folder: folder that holds only the ranks' records, created if it does not exist.
         rank: rank of this process.
-        patience_s: longest time, in seconds, to wait for the file; the disk or torch may hang.
+        patience_s: maximum time, in seconds, to wait until the file is written; the disk or torch may hang.
 
     Returns:
         The path of the file; '' if nothing was recorded, or if the file could not be written in time.

@@ -64,7 +64,7 @@ def run(function: Callable[..., T], *args: Any, on_start: Callable[[BaseProcess]
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the `with` block. Block SIGINT permanently in processes that the block starts.
+    """Delay Ctrl-C until the end of the `with` block. Processes that start in the block keep SIGINT blocked for good.
 
     These processes inherit the signal mask. The resource tracker is started first, because up to Python 3.11 starting
     the tracker would unblock SIGINT inside the block.
@@ -74,7 +74,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
     if in_main_thread:
-        # The mask applies to this thread only. Another thread, such as one of torch's, may still receive the signal.
+        # The mask applies to this thread only. Another thread, such as a torch thread, may still receive the signal.
         signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

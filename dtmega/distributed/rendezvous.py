@@ -182,7 +182,7 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: b
             if not agent_has_store:
                 why += ": started by hand, all have to come soon after each other; torchrun waits for all nodes"
             job.set(f"{attempt}/given up", why)
-            # Give the other ranks time to read the message, because the store may end with this process.
+            # Give the other ranks time to read the message: if this process serves the store, its exit ends the store.
             time.sleep(2 * POLL_S)
             raise ValueError(why)
         if absent:

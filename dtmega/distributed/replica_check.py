@@ -42,7 +42,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), CHUNK):
         chunk = words[start : start + CHUNK].to(torch.int64)
-        # The position of a word is start plus its position in the chunk.
+        # The position of a word is `start` plus its position in the chunk.
         total += start * chunk.sum()
         total += chunk.mul_(positions[: chunk.numel()]).sum()
     return total
@@ -83,7 +83,7 @@ def gather_checksums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) ->
 
 
 def gather_vectors(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather a vector of n numbers from each rank of a group: [ranks, n].
+    """Gather a vector of n numbers from each rank of a group; return them as [ranks, n].
 
     Args:
         mine: vector of this rank, [n]; n is the same on all ranks.

@@ -147,7 +147,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function that the watching thread calls, for at most CALLBACK_S, before it ends the process."""
+        """Set a function that the watching thread calls before ending the process; CALLBACK_S limits the call."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -226,7 +226,7 @@ class Watch:
         try:
             first = self._reader.compare_set("left", "", mine).decode()
         except RuntimeError:
-            # The store may have ended with the rank that exited first.
+            # The store may be gone, because the rank that exited first may have served the store.
             return True
         if first != mine:
             its_code, its_reason = first.split(" ", 1)

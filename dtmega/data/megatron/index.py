@@ -4,14 +4,14 @@
     indices.shuffle[g]  # number of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and joined into one
-stream. Sample k of the stream consists of the tokens k S to k S + S, inclusive. The samples are shuffled too. If the
-run needs less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are shuffled
-separately.
+stream. Sample k of the stream consists of the tokens `k * S` to `k * S + S`, inclusive. The samples are shuffled too.
+If the run needs less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are
+shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
-`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up token k S, where
-sample k begins, for many k at once.
+`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up token `k * S`, the
+first token of sample k, for many k at once.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
     """Yield the sample index in pieces [m, 2].
 
-    Row k holds two numbers for token k S of the stream: the index of the entry in `documents` whose sequence contains
-    the token, and the token's offset in that sequence.
+    Row k holds two numbers for token `k * S` of the stream: the index of the entry in `documents` whose sequence
+    contains the token, and the token's offset in that sequence.
     """
     dtype = _sample_dtype(settings, len(documents))
     sizes = settings.dataset.sizes

@@ -180,7 +180,7 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
 
     Raises:
         ValueError: the configuration does not give the number of samples that the run was started for, or the run would
-            read more samples than that.
+            read more samples than it was started for.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples

@@ -60,7 +60,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
 
 
 def weights(n_tokens: int) -> NDArray[np.float32]:
-    """Weight of the label at each place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
+    """Weight of the label at each place, fp32 [S]: `2 * (S - i) / (S + 1)` at place i.
 
     The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
     labels more often, so later labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).

@@ -109,7 +109,7 @@ class PrefixRows(NextTokenRows):
 
 @dataclass(frozen=True)
 class ConversationRows:
-    """Rows of whole conversations, followed by padding. A token has a label if its next token bears loss.
+    """Rows of whole conversations, followed by padding. A token has a label if the next token bears loss.
 
     With [data] pack, additional tensors keep conversations apart:
 

@@ -66,7 +66,7 @@ class Tally:
         self._exact = exact
 
     def factors(self) -> dict[str, float]:
-        """Derivatives of the scaled loss with respect to the sums, keyed by sum name: scale x weight / count."""
+        """Derivatives of the scaled loss with respect to the sums, keyed by sum name: `scale * weight / count`."""
         return {term.name: self._scale * term.weight / self._counts[term.per] for term in self._sums}
 
     def add_all(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
@@ -125,7 +125,7 @@ def loss_of(sums: Sequence[Sum], means: Mapping[str, float], evaluates: bool = F
     Args:
         sums: the numbers that the objective reports.
         means: means, keyed by name, from `means_of`.
-        evaluates: whether this is the loss of an evaluation.
+        evaluates: whether the loss is for an evaluation.
     """
     loss = 0.0
     for term in sums:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dtmega.files.object_file import ObjectFile
 
-N_THREADS = 4  # several, because several disks or servers can answer at once
+N_THREADS = 4  # number of copying threads; several disks or servers can answer at once
 SLICE_BYTES = 1 << 26  # size of the slice that a thread copies
 BUFFER_BYTES = 1 << 22  # size of a thread's buffer
 

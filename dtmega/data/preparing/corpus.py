@@ -126,7 +126,7 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
     if not _is_intact(prefix, tokenizer):
         with Lock(Path(f"{prefix}.lock")):
-            if not _is_intact(prefix, tokenizer):  # another process may have built the corpus meanwhile
+            if not _is_intact(prefix, tokenizer):  # another process may have built the corpus in the meantime
                 _build(prefix, tokenizer, in_sentences)
     return prefix
 

@@ -62,7 +62,7 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
 
 
 def _text_of(part: Part) -> dict[str, Any]:
-    """The entries of a part's record that are equal for all parts of one text."""
+    """The entries of a part's record that are the same in all parts of a text."""
     assert part.place
     return part.place.model_dump(exclude={"number"})
 

@@ -28,7 +28,7 @@ SEARCH_BYTES = 1 << 20  # number of bytes read at a time when searching for the 
 
 
 class Part(NamedTuple):
-    """A part of a text that is split into `of` parts; `number` counts from 0."""
+    """Part `number`, counted from 0, of a text that is split into `of` parts."""
 
     number: int
     of: int
@@ -120,7 +120,7 @@ def _has_cuts(files: Sequence[File], encoding: str) -> bool:
 
 
 def _lines_of(file: File, part: Part) -> File:
-    """The byte range of a file that holds exactly the lines of the part."""
+    """Restrict a file to the byte range that holds exactly this part's lines."""
     start, stop = (line_start(file, file.n_bytes * number // part.of) for number in (part.number, part.number + 1))
     return file._replace(first_byte=start, n_bytes=stop - start)
 
@@ -139,7 +139,10 @@ def line_start(file: File, at: int) -> int:
 
 
 def _files_of(files: Sequence[File], part: Part) -> list[File]:
-    """The files whose middle byte falls into this part's byte range. Bytes are counted through all files on disk."""
+    """The files whose middle byte falls into this part's byte range.
+
+    Bytes are numbered consecutively across all files, as stored on disk.
+    """
     total_bytes = sum(file.n_bytes for file in files)
     own: list[File] = []
     before_bytes = 0

@@ -157,7 +157,7 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 
 
 def _range(file: File) -> Iterator[tuple[bytes, int]]:
-    """Read a range of an uncompressed UTF-8 file. Yields chunks, each with the number of bytes read so far."""
+    """Read a range of an uncompressed UTF-8 file; yield chunks, each with the number of bytes read so far."""
     position = 0
     with open(file.path, "rb") as raw:
         raw.seek(file.first_byte or 0)

@@ -193,15 +193,15 @@ class Worker:
         )
 
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
-        """The documents of each text: one document with a sequence per sentence, or [] if the text has no tokens."""
+        """One list per text: a single document with one sequence per sentence, or [] for a text without tokens."""
         assert self.job.sentences
         documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, with one sequence per document.
+        """One list of documents per text; each document is one sequence.
 
-        A text that is cut has several documents. A text without tokens has an empty list of documents.
+        A text that is cut into pieces has several documents. A text without tokens has an empty list.
         """
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 

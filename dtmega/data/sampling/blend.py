@@ -87,7 +87,7 @@ def deal(tree: Node, g: int) -> tuple[int, int]:
 
 
 def _share(n: int, part: int, whole: int) -> int:
-    """The share n x part / whole, rounded half up. Integer arithmetic makes the result exact for any n."""
+    """The share `n * part / whole`, rounded half up. Integer arithmetic makes the result exact for any n."""
     return (2 * n * part + whole) // (2 * whole)
 
 
@@ -100,7 +100,7 @@ class Blend:
 
     Args:
         parts: the samples of each corpus.
-        weights: positive weights, one per part; if the sequence is empty, a part's weight is its number of tokens.
+        weights: positive weights, one per part; if `weights` is empty, a part's weight is its number of tokens.
     """
 
     def __init__(self, parts: Sequence[AnySamples], weights: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""The order of documents in an epoch. Each node stores a long order once, in a file that the node's processes map.
+"""The order of documents in an epoch. Each node stores a long order once, in a file that its processes memory-map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
@@ -90,7 +90,7 @@ def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterato
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
-    """Number of tokens in each document from start to stop - 1, in the smallest dtype that can hold these numbers."""
+    """Number of tokens in each document from `start` to `stop - 1`, in the smallest dtype that fits these numbers."""
     lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
     return lengths.astype(np.min_scalar_type(lengths.max()))
 

@@ -30,7 +30,7 @@ class Epoch(NamedTuple):
 
     Attributes:
         conversations: indices of the conversations, row by row, int64 [n].
-        starts: index in `conversations` at which each row begins, then n, int64 [rows + 1].
+        starts: index in `conversations` at which each row begins, followed by n, int64 [rows + 1].
     """
 
     conversations: NDArray[np.int64]

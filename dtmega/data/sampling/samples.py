@@ -50,8 +50,8 @@ class Samples:
     """An endless sequence of samples from one part of a corpus.
 
     Epoch e holds the part's documents in an order keyed by (seed, e). One stream joins all epochs. Stream sample i
-    consists of tokens i S to i S + S, inclusive. Neighbouring samples overlap by one token, so that each token is
-    predicted once. A sample may cross the bounds of documents and epochs.
+    consists of tokens `i * S` to `i * S + S`, inclusive. Neighbouring samples overlap by one token, so that each token
+    is predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
     table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
@@ -117,7 +117,7 @@ class Samples:
         return type(self), (self.dataset, self.documents, self.seq_len, self.seed, self.split, self.corpus)
 
     def _first_sample(self, epoch: int) -> int:
-        """Number of the first stream sample that starts in the epoch: ceil(epoch n_tokens / S)."""
+        """Number of the first stream sample that starts in the epoch: `ceil(epoch * n_tokens / S)`."""
         return -(-epoch * self.n_tokens // self.seq_len)
 
     def _epoch(self, epoch: int) -> Order:

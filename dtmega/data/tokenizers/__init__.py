@@ -1,1 +1,1 @@
-"""Tokenizers, which turn text into token ids and back; their files and chat templates."""
+"""Tokenizers, tokenizer files and chat templates. A tokenizer turns text into token ids and back."""

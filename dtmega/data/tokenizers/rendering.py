@@ -240,7 +240,7 @@ class Renderer:
         return turns[-1:]
 
     def _marked_turns(self, whole: Text) -> list[list[Span]]:
-        """Find the learned turns in the parts of the text that the template marks.
+        """Find the learned turns in the marked parts of a rendered text.
 
         If a marked part does not end with the end of a turn, the turn continues in the next marked part.
         """

@@ -185,7 +185,8 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    # A .tiktoken file lacks the pattern that its ranks were trained with. GPT-2's ranks are recognised by their number.
+    # A .tiktoken file lacks the pattern that its ranks were trained with. A file with exactly as many ranks as GPT-2 is
+    # assumed to be GPT-2's.
     pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
     return _from_ranks(spec, ranks, pattern, content)
 
@@ -322,9 +323,10 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """List the name of the `eos_token` in the tokenizer_config.json next to a tokenizer.json; [] if there is none.
+    """Return a list with the name of the `eos_token` that belongs to a tokenizer.json; [] if no `eos_token` is set.
 
-    The tokenizer_config.json stores the token either as its name, or as an object with the name under `content`.
+    A tokenizer_config.json next to the tokenizer.json stores the `eos_token` either as a name, or as an object with the
+    name under `content`.
     """
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")

@@ -73,7 +73,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json that puts [CLS] and [SEP] around each text, as BERT's own file does."""
+    """The content of a tokenizer.json that puts [CLS] and [SEP] around each text, as BERT's own file does."""
     exported = Tokenizer.from_str(tokenizer.to_str())
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
     exported.post_processor = processors.TemplateProcessing(

@@ -56,7 +56,8 @@ class Targets(NamedTuple):
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
         is_short = drawn < self.short_seq_prob
-        # Each draw is used twice: a draw below short_seq_prob is uniform in [0, short_seq_prob).
+        # A draw below short_seq_prob makes the sample short. Such a draw is uniform in [0, short_seq_prob), so it also
+        # sets the length.
         lengths[is_short] = 2 + drawn[is_short] / self.short_seq_prob * (self.longest - 1)
         return lengths
 
@@ -121,7 +122,8 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
 
     Args:
         dataset: data set that holds the documents.
-        bounds: index of each document's first sentence, then one past the last sentence, [documents + 1].
+        bounds: index of each document's first sentence, followed by one past the last sentence's index,
+            [documents + 1].
         targets: target lengths of the samples.
     """
     low, high = int(bounds[0]), int(bounds[-1])
@@ -156,7 +158,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
 
     Args:
         sizes: number of tokens in each sentence, [n].
-        bounds: index of each document's first sentence, then n, [documents + 1].
+        bounds: index of each document's first sentence, followed by n, [documents + 1].
         fewest: minimum number of sentences in a document.
     """
 

@@ -113,7 +113,7 @@ class CutSamples(ABC):
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:
-        """Number of tokens that an epoch reads. The table is read in chunks, to limit memory use."""
+        """Number of tokens that an epoch reads, computed from the table in chunks to limit memory use."""
         total = 0
         for start in range(0, self.n_samples, CHUNK):
             entries = self._table[start : start + CHUNK].astype(np.int64)

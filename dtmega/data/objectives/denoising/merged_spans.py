@@ -25,7 +25,7 @@ from dtmega.ops import keyed
 
 
 class SpanCounts(NamedTuple):
-    """Token and span counts of a sample, equal for all samples.
+    """Token and span counts of a sample; all samples have the same counts.
 
     Attributes:
         n_tokens: L, number of tokens in the sample's text.

@@ -75,7 +75,7 @@ def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing:
     n_words = int(numbers.max()) + 1
     rows = np.arange(n_rows)[:, None] * n_words
 
-    # One bincount covers all samples: word w of row b is counted in bin b W + w.
+    # One bincount covers all samples: word w of row b is counted in bin `b * W + w`.
     sizes = np.bincount((rows + numbers)[in_text], minlength=n_rows * n_words).reshape(n_rows, n_words)
     in_first = (begins & (segments == 1)).sum(1)[:, None]
     in_both = begins.sum(1)[:, None]

@@ -161,9 +161,9 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Number of tokens to drop from the front of a segment, [B]; its other `lost` tokens are dropped from the end.
+    """Number of tokens to drop from the front of a segment, [B].
 
-    Each of the `lost` tokens is taken from the front with probability 1/2.
+    The segment loses `lost` tokens in total, each from the front with probability 1/2 and otherwise from the end.
     """
     index = np.arange(lost.max())
     front = keyed.below(keyed.draws(keys[:, None], name, index), 2) == 1
