@@ -187,7 +187,7 @@ class BuiltInFamily:
             model: the [model] section.
             program: a key of `formats`.
             kind: name that the program's stored configuration gives to the family. If several formats fit the section,
-                the method returns the format of this kind, or the first of these formats if none is of this kind.
+                the method returns the format of this kind, or the first of these formats if this kind does not fit.
 
         Raises:
             ValueError: the program has no model with the values in this section.

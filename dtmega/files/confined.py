@@ -152,7 +152,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after it has used about 2 x `seconds` of additional CPU time.
+    """Limit this process to about 2 x `seconds` of additional CPU time; the system then ends the process.
 
     The parent already kills a child that takes too long by wall-clock time. The limit on CPU time also ends a child
     whose parent is gone.

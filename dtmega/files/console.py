@@ -128,7 +128,7 @@ def say(text: str) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1. Ranks after the 16th are only counted."""
+    """List ranks for a message: [2] -> rank 2, [0, 1] -> ranks 0, 1. Only the first 16 ranks are named."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
 

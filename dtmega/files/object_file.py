@@ -50,7 +50,7 @@ class ObjectFile:
 
     @classmethod
     def open(cls, url: str, key: str) -> ObjectFile | None:
-        """Ask the store for an object's size and version. Returns None if the object does not exist.
+        """Ask the store for an object's size and version. Return None if the object does not exist.
 
         Args:
             url: URL of the object.

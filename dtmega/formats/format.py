@@ -96,7 +96,7 @@ class Format:
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:
-        """Translate the other program's configuration into a [model] section, without its `name`.
+        """Translate the other program's configuration into a [model] section without the key `name`.
 
         Args:
             theirs: the other program's configuration.

@@ -18,8 +18,8 @@ A name that ends in a dot names a module, and stands for the module's weight and
                 name of an entry has an additional `{}` for the entry's number. With concat, each of our entries
                 concatenates, along the rows, several of the other program's tensors
 
-Every form moves whole rows; a stack's rows are counted through all entries. A rule is therefore equivalent to a list of
-row runs, and a reader that needs a box of a tensor reads only the box's rows.
+Every form moves whole rows; a stack's rows are numbered consecutively across its entries. A rule is therefore
+equivalent to a list of row runs, and a reader that needs a box of a tensor reads only the box's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # words that change what counts as a row; the other words change the order of rows
+VIEWS = ("transpose", "stack")  # words that redefine a tensor's rows; the other words only reorder rows
 FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -87,9 +87,9 @@ class Assembly(NamedTuple):
     Attributes:
         shape: shape of the assembled tensor.
         runs: the runs that make up the tensor, in order; together the runs cover each row once.
-        view: way of counting the tensor's rows: "" (along dim 0), "transpose" (columns count as rows), or "stack"
-            (consecutively through all entries).
-        source_view: way of counting the rows of the tensors on the other side.
+        view: way of numbering the tensor's rows, either "" (along dim 0), "transpose" (columns count as rows), or
+            "stack" (consecutively across the stack's entries).
+        source_view: way of numbering the rows of the tensors on the other side.
     """
 
     shape: Shape
@@ -141,7 +141,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
         view = "stack"
     elif "transpose" in rule.words:
         source_view = "transpose"
-    # A stack's rows are counted through all entries, so the stack's first two dims together make up the rows.
+    # A stack's rows are numbered consecutively across its entries, so the first two dims together count the rows.
     n_row_dims = 2 if stacked else 1
     our_rows = {name: math.prod(shape[:n_row_dims]) for name, shape in ours.items()}
     total = sum(our_rows.values())
@@ -166,7 +166,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Count the rows of each tensor on a rule's other side, before any transpose; the result is keyed by tensor name.
+    """Count the rows that each of the other program's tensors has before any transpose, keyed by tensor name.
 
     Args:
         total: number of rows in all our tensors in the rule.
@@ -215,13 +215,14 @@ def _cut(
     """Cut runs wherever a tensor on either side ends.
 
     Args:
-        runs: tuples (first row counted through all our tensors, first row counted through all their tensors, number of
-            rows).
+        runs: tuples (first row in our tensors, first row in the other program's tensors, number of rows). On each side,
+            rows are numbered consecutively across all tensors.
         ours: row counts of our tensors in a rule, keyed by tensor name, in the rule's order.
         theirs: row counts of the other program's tensors in the rule, keyed by tensor name, in the rule's order.
 
     Returns:
-        One tuple per piece: (our name, first row in our tensor, their name, first row in their tensor, number of rows).
+        One tuple per piece: (name of our tensor, first row in our tensor, name of the other program's tensor, first row
+        in the other program's tensor, number of rows).
     """
     pieces = []
     for our_row, their_row, rows in runs:
@@ -236,7 +237,7 @@ def _cut(
 
 
 def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
-    """The tensor that holds `row` (an index counted through all tensors), and the row's index within that tensor."""
+    """The tensor that holds row `row` (rows are numbered across all tensors), and the row's index in that tensor."""
     for name, n in rows.items():
         if row < n:
             return name, row
@@ -259,7 +260,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Convert a tuple with one value per dim from the rules' order (rows first) to the stored tensor's order."""
+    """Reorder a tuple of one value per dim, from the rules' order (rows first) to the stored tensor's order."""
     return dims[::-1] if view == "transpose" else dims
 
 

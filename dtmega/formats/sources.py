@@ -167,7 +167,7 @@ class Translated:
         entries, rows, *others = box
         result = torch.empty([side.stop - side.start for side in box], dtype=self.tensors[name][0])
         for at, entry in enumerate(range(entries.start, entries.stop)):
-            # A stack's rows are counted through all entries: entry i begins at row i * shape[1].
+            # A stack's rows are numbered consecutively across its entries: entry i begins at row i * shape[1].
             first = entry * assembly.shape[1]
             result[at] = self._part(name, slice(first + rows.start, first + rows.stop), others)
         return result
@@ -176,7 +176,7 @@ class Translated:
         """Read some rows of a tensor.
 
         Args:
-            rows: range of row indices, counted in the way that the assembly's `view` defines.
+            rows: range of row indices, numbered as the assembly's `view` defines.
             others: slices that select the part of each row to return, one slice per further dim.
         """
         assembly = self._assemblies[name]
@@ -185,8 +185,8 @@ class Translated:
             return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        # Consecutive runs may jump between places in the source, for example between q, k and v of each head. So read
-        # rows that are adjacent in the source together, then copy each row to its place.
+        # Consecutive runs may be far apart in the source: for example, q, k and v of one head. So read rows
+        # that are adjacent in the source together, then copy each row to its place.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)
@@ -209,7 +209,7 @@ class Translated:
 
 
 def _box(assembly: Assembly, index: Slices | None) -> Slices:
-    """Fill in all starts and stops of an index; an index of None means the whole tensor."""
+    """Replace each slice of an index by a slice with explicit bounds; an index of None means the whole tensor."""
     index = index or (slice(None),) * len(assembly.shape)
     bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)

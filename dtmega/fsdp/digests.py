@@ -71,7 +71,7 @@ def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 
 def _numbers(shape: torch.Size, offsets: tuple[int, ...], part: Tensor) -> Tensor:
-    """The index of each element of a part in the flattened whole tensor, int64 in the shape of the part.
+    """The index that each element of a part has in the flattened whole tensor, int64 in the shape of the part.
 
     Args:
         shape: shape of the whole tensor.
@@ -107,7 +107,7 @@ GOLDEN, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply SplitMix64 to each element of an int64 tensor in place. Returns the tensor."""
+    """Apply SplitMix64 to each element of an int64 tensor in place, and return the tensor."""
     x += GOLDEN
     shifted = torch.empty_like(x)
     # int64 has no logical shift, so a mask removes the copies of the sign bit.

@@ -9,7 +9,7 @@ are reduce-scattered after each microbatch. All other sums stay whole and are al
     sums.finish(tied)                    # after the last microbatch: sets all parameters' gradients, or none
     sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest gradients
 
-A grid is chosen from a number that is equal on all layouts: the largest gradient of any microbatch in the last step
+A grid is chosen from a number that is the same on all layouts: the largest gradient of any microbatch in the last step
 that was not skipped, or, in a tensor's first step, 1 / (number of microbatches). If a gradient exceeds its grid, all
 ranks skip the step, and the grid is made coarser.
 """
@@ -128,7 +128,7 @@ class StageSums:
             self._stage.set_requires_gradient_sync(False)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield all parameters as one unit, because `swept` takes the gradients of a whole microbatch."""
+        """Yield all parameters as one unit, because `swept` adds all gradients of a microbatch at once."""
         yield set(self._stage.parameters())
 
     def swept(self, microbatch: int) -> None:
@@ -250,7 +250,7 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum the integers over the ranks that `add` left out, then set each trained parameter's gradient.
+        """Sum the integers over the ranks that `add` did not sum over, then set each trained parameter's gradient.
 
         If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """A model's fp32 parameters (for the optimizer and checkpoints), with copies (for forward and backward).
+    """A model's fp32 parameters, for the optimizer and checkpoints, and their copies, for forward and backward.
 
     From the model's forward until `release`, the copies replace the parameters in the modules. Between steps the copies
     take no memory. As soon as backward has computed a copy's gradient, this gradient is added to the parameter's
@@ -74,7 +74,7 @@ class Masters:
                 master.grad += gradient
             if self.last:
                 _free(copy)
-            # Backward runs only the copy's hooks, so run the parameter's hooks here, such as the hook of `Replicas`.
+            # Backward runs only the copy's hooks. So run the parameter's hooks (such as the hook of `Replicas`) here.
             for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
                 hook(master)
 

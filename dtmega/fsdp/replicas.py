@@ -23,9 +23,9 @@ from dtmega.ops.shards import local
 class Replicas:
     """Sums the gradients of one stage over a group of ranks. Every rank holds a copy of the stage.
 
-    Sums start block by block, the last block first, as backward finishes the blocks. A block's sum never starts before
-    the sums of later blocks start. All ranks therefore launch their collectives in the same order, even if the ranks
-    use different parameters.
+    Sums start block by block, the last block first, as backward finishes the blocks. A block's sum starts only after
+    the sums of all later blocks have started. All ranks therefore launch their collectives in the same order, even if
+    the ranks use different parameters.
 
     Args:
         stage: model of the stage, whose parameters must not be replaced later.
@@ -36,8 +36,8 @@ class Replicas:
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
         # Each block is a unit, and the parameters outside all blocks are the last unit. If several blocks share a
-        # parameter, the parameter's gradient is complete only after the backward of the first of these blocks. The loop
-        # reaches the first block last, so the first block's number overwrites the numbers of later blocks.
+        # parameter, backward completes the parameter's gradient in the first of these blocks. The loop visits the
+        # blocks in reverse order, so the first block's number overwrites the numbers of later blocks.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)
@@ -58,7 +58,7 @@ class Replicas:
         self._awaited = [set(unit) for unit in self._units]
 
     def finish(self) -> None:
-        """Start the remaining sums, and wait for all sums. By now every trained parameter must have a gradient."""
+        """Start the remaining sums, then wait for all sums. Every trained parameter must already have a gradient."""
         while self._n_launched < len(self._units):
             self._launch()
         for work in self._under_way:

@@ -57,9 +57,9 @@ class ReducesAndScatters(_Allocates):
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        # received[i] is the part that rank i sends to this rank. To avoid a copy, the message from rank 0 (on rank 0
-        # itself, from rank 1) is received directly into the output, and the sum starts from that message. The order of
-        # the first two parts does not affect their sum, so the result is bit-identical to a sum in rank order.
+        # received[i] is the part that rank i sends to this rank. To avoid a copy, the message from rank `first` is
+        # received directly into the output, and the sum starts from that message. The order of the first two parts does
+        # not affect their sum, so the result is bit-identical to a sum in rank order.
         first, second = (1, 0) if rank == 0 else (0, 1)
         buffers = {rank: parts[rank], first: output_tensor}
         received = [buffers[i] if i in buffers else torch.empty_like(part) for i, part in enumerate(parts)]

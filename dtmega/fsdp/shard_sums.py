@@ -63,7 +63,7 @@ class ShardSums:
                 module.set_requires_gradient_sync(True, recurse=False)
                 group.post_backward()
                 module.set_requires_gradient_sync(False, recurse=False)
-        # Tell FSDP2 that the microbatch's backward has ended, because the hooks do not report the end.
+        # Run FSDP2's callback for the end of a microbatch's backward, because no hook of FSDP2 runs the callback here.
         _state(self._stage)._root_post_backward_final_callback()
 
     def swept(self, microbatch: int) -> None:

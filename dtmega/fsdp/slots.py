@@ -1,4 +1,4 @@
-"""The places where autograd leaves a microbatch's gradients, until `exact.py` takes and adds the gradients."""
+"""The places where autograd stores a microbatch's gradients until `exact.py` collects and adds the gradients."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class RunLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Compute each document's log-likelihood as a sum over disjoint windows with one token of context each."""
+        """Compute each document's log-likelihood as a sum over disjoint windows, each with one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -244,7 +244,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0; `what` is the bar's title."""
+    """Yield the numbers in batches of `size`, with a progress bar on rank 0; `what` is the bar's title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

@@ -77,14 +77,14 @@ def at_hand(
 
 
 def switch(model: nn.Module, own: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Switch a transformers model to the attention functions of this module, or back to its own functions.
+    """Switch a transformers model to the attention functions of this module, or back to the model's own.
 
     Args:
         model: the model, whole or one pipeline stage.
         own: result of the earlier call that this call undoes; None if the model switches to this module's functions.
 
     Returns:
-        The attention implementation that each config in the model named before the call, keyed by the config's `id`.
+        The previous attention implementation of each config in the model, keyed by the config's `id`.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

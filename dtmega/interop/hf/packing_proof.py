@@ -13,7 +13,7 @@ import torch
 from dtmega.interop.hf.tp import tiny
 from dtmega.interop.hf.tp.verify import Verification, deviation
 
-LENGTHS = (11, 3, 10)  # tokens per conversation; two are longer than the clone's attention windows of 6 tokens
+LENGTHS = (11, 3, 10)  # tokens per conversation; two conversations exceed the clone's attention windows of 6 tokens
 # In fp32, correct gradients deviate by at most 1e-5; if a family ignores the positions, gradients deviate by at least
 # 1e-1.
 TOLERANCE = 1e-4

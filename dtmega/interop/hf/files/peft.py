@@ -30,7 +30,7 @@ class TheirLayer(NamedTuple):
 
     Attributes:
         layer: name of dtmega's layer.
-        rows: output features of dtmega's layer that the transformers layer has, in the transformers layer's order;
+        rows: slices of dtmega's output features that together give the transformers layer's output features, in order;
             empty if both layers have the same features in the same order.
     """
 

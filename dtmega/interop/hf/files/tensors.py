@@ -144,7 +144,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     for file in weight_map.values():
         if not isinstance(file, str):
             raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
-        # Links out of the folder are allowed, because the hub's cache uses links, and safetensors files hold no code.
+        # Links to files outside the directory are allowed: the hub's cache uses links, and safetensors hold no code.
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():

@@ -146,7 +146,7 @@ def _rank(rank: int, folder: str, directory: Path, axis: str, n: int, options: d
 
 
 def _leave() -> None:
-    # gloo aborts at exit if a tensor with pending work outlives the group.
+    # gloo aborts at exit if a tensor with pending work outlives the process group.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ _MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tan
 class Parts(NamedTuple):
     """The tensors and numbers that define logits.
 
-    With z = scale * (h weight^T + bias), the logits are softcap * tanh(z / softcap), or z without a softcap.
+    With `z = scale * (h weight^T + bias)`, the logits are `softcap * tanh(z / softcap)`, or `z` without a softcap.
 
     Attributes:
         h: hidden state [..., D], the same on all ranks; the gradient of h is this rank's part of a sum over tp, {U_tp}.
@@ -62,14 +62,14 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The `Parts` that define the product of the logits and `factor`."""
+        """Return the `Parts` of these logits multiplied by `factor`."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
-        # If scale and softcap are both multiplied by the factor, z / softcap inside the tanh stays the same.
+        # If the factor multiplies both scale and softcap, the tanh's argument `z / softcap` stays the same.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """h and bias, both multiplied by the scale, so that h weight^T + bias gives the logits before the cap."""
+        """`h` and `bias` multiplied by the scale, so that `h weight^T + bias` gives the logits before the cap."""
         if self.scale == 1.0:
             return self.h, self.bias
         return self.h * self.scale, None if self.bias is None else self.bias * self.scale

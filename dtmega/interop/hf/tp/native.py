@@ -72,7 +72,7 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
 
 
 def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
-    """Add a style for each string in the model's plan. Return the patterns whose modules stay whole instead."""
+    """Add a style for each string in the model's plan. Return the patterns of modules that stay whole instead."""
     prefix, _ = base_model(model)
     strings = {joined(prefix, name): string for name, string in (model.config.base_model_tp_plan or {}).items()}
     strings |= type(model)._tp_plan or {}

@@ -32,7 +32,7 @@ class PackedColumn(Column):
     """
 
     of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
-    dim = 0  # dim of the weight along which the matrices are side by side
+    dim = 0  # dim of the weight along which the matrices are concatenated
 
     def __init__(self, stack: Stack | bool = True, parts: int = 2) -> None:
         super().__init__(stack)
