@@ -54,7 +54,7 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
 
 
 class Experts(nn.Module):
-    """E gated feed-forwards, down(silu(gate x) * up x), with their weights stacked along the first dim.
+    """E gated feed-forward layers, down(silu(gate x) * up x), with their weights stacked along the first dim.
 
     tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. Each pair costs
     one row of a matrix product, even if its expert gets no other pair.

@@ -28,7 +28,7 @@ class Family(Protocol):
     """The interface through which all other code uses a model family.
 
     Attributes:
-        libraries: libraries besides torch whose versions must be the same on all ranks.
+        libraries: libraries, in addition to torch, whose versions must be the same on all ranks.
         directory: whether the model is read from the directory that [model] path names.
         formats: name of a program in `convert` -> formats in which the program stores the family's models. A program
             with several classes for these models has several formats.
@@ -94,7 +94,7 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Make a small model on the default device, for tp to cut like the configured model. Return (config, model)."""
+        """Make a small model on the default device; tp can cut it like the configured model. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:

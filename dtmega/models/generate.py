@@ -192,7 +192,7 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
         model: model whose `longest` limits the sequence.
         tokens: tokens of the prompt.
         multiple: number that must divide the sequence length.
-        answer_is_separate: whether the answer is a separate sequence, so that the prompt may take all positions.
+        answer_is_separate: whether the answer is a separate sequence, so that the prompt may occupy all positions.
 
     Raises:
         ValueError: the prompt is empty or too long.
@@ -214,7 +214,7 @@ def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int
 
 
 def _new_to_model(texts: Sequence[list[int]], cache: KeyValueCache, device: torch.device) -> Tensor:
-    """The tokens [B, S] that are not in `cache` yet: first the padded texts, later the last token of each text."""
+    """The tokens [B, S] that are not in `cache` yet: in the first step the padded texts, then the last tokens."""
     if cache.length:
         return torch.tensor([text[-1:] for text in texts], device=device)
     width = max(map(len, texts))

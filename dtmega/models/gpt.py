@@ -1,7 +1,7 @@
 """GPT as Megatron trains it, and GPT-2 (Radford et al. 2019): learned positions, LayerNorm first, GELU, a tied head.
 
 The model is BLOOM with learned position embeddings instead of ALiBi, and without the LayerNorm after the embedding.
-Both models take attention and feed-forward from layers.py. bloom.py explains how a model written for one device also
+Both models use attention and feed-forward from layers.py. bloom.py explains how a model written for one device also
 runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 

@@ -1,4 +1,4 @@
-"""A model's sequence lengths, and checks: the mesh must divide the lengths and the attention heads."""
+"""Find a model's sequence lengths, and check that the mesh divides the lengths and the attention heads."""
 
 from __future__ import annotations
 

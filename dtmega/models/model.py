@@ -34,7 +34,7 @@ class Model(nn.Module):
 
     Attributes:
         cfg: [model] section of the configuration.
-        layers: number of a block -> block, for a model with a single stack.
+        layers: index of a block -> block, for a model with a single stack.
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
         longest: length of the longest sequence for which the model has positions; None for no limit.

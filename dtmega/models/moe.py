@@ -1,8 +1,8 @@
 """Mixtures of experts: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437).
 
 Attention is Llama's, or DeepSeek's latent attention (`latent_attention.py`). A layer has a router and E experts instead
-of one feed-forward. Each token uses the k experts with the largest scores, and adds up the results of these experts,
-weighted by the router (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores, and
+of one feed-forward. Each token uses the k experts with the largest scores and adds up the results of these experts,
+weighted by the router (`routing.py`, `experts.py`). Mixtral and Qwen3-MoE take the softmax of all experts' scores and
 divide the k weights by their sum. DeepSeek-V3 takes sigmoids, adds a bias that affects only the choice of experts,
 limits the choice to each token's best groups of experts, and multiplies the weights by a factor. DeepSeek-V3 also has
 shared experts, which every token uses, and dense first layers.
@@ -13,7 +13,7 @@ The design:
   E.
 - A token's experts do not depend on other tokens, unless experts have a capacity (`capacity.py`). The capacity applies
   to each document separately. So results do not depend on how documents are distributed over ranks and microbatches.
-- The router computes in fp32, and breaks ties by expert number. Under tp every rank computes the same routing for all
+- The router computes in fp32 and breaks ties by expert number. Under tp every rank computes the same routing for all
   tokens. The router's gradients are partial sums, because each rank has only its part of F.
 - A layer returns its report (losses and loads) along with the hidden state, and the model adds up the reports outside
   the layers. A recomputed layer's report is discarded, so no token is counted twice.
@@ -57,8 +57,8 @@ class Mixture(nn.Module):
 
         Args:
             x: activations, [B, S, D].
-            texts: tokens that count for the balance and the capacity, grouped by document; None for neither a report
-                nor a capacity limit.
+            texts: tokens that count for the balance and the capacity, grouped by document; if None, the layer makes
+                no report and has no capacity limit.
         """
         routing = self.router(x)
         found = None if texts is None else report(routing, texts, self.has_losses, self.router.steered)

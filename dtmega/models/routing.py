@@ -52,12 +52,12 @@ class Texts(NamedTuple):
     """The tokens of a microbatch that count for balance and capacity, grouped by document.
 
     Attributes:
-        counts: 1 for a token that counts, otherwise 0, [N] fp32.
+        counts: flag of each token, [N] fp32; 1 if the token counts, otherwise 0.
         document: index of each token's document in the microbatch, [N] int64.
         n_documents: exclusive upper bound of the document indices.
         length: number of tokens that count in each document, [n_documents] fp32.
         context: ranks that share the sequences; None if this rank has whole sequences.
-        capacity: maximum number of pairs that an expert takes from each document; None if an expert takes all pairs.
+        capacity: maximum number of pairs that an expert processes per document; None for no maximum.
     """
 
     counts: Tensor
@@ -164,7 +164,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: matrix that computes the experts' logits from the hidden state, [E, D].
-        bias: number added to each expert's score when experts are chosen, but not in the weights, [E] fp32; None if the
+        bias: number added to each expert's score to choose experts but not to compute weights, [E] fp32; None if the
             router has no bias. To even out the load, training adjusts the bias without a gradient (arXiv:2408.15664).
         steered: whether a bias or groups affect the choice, so that tokens may not use the experts with the largest
             scores.

@@ -25,7 +25,7 @@ class Show(NamedTuple):
     """The kind of sample that a family shows.
 
     Attributes:
-        options: options of `dtmega generate` that `text` takes. Each option has a default. The command's remaining
+        options: options of `dtmega generate` that `text` accepts. Each option has a default. The command's remaining
             options are not passed to `text`.
         text: function (model, tokenizer, prompt, **options) -> text to print. The options also include `multiple` and
             `settle` of `Sampling`, and the options that `families.sample_options` derives from the run. The function

@@ -162,7 +162,7 @@ class T5(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        encoder, decoder: number of a block -> block, for each stack.
+        encoder, decoder: index of a block -> block, for each stack.
         encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None if
             positions are learned.
         memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A

@@ -24,7 +24,7 @@ class Elements(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """A line about frozen parameters, which runs and plans print; [] if no parameters are frozen."""
+        """A list with one line about frozen parameters, for runs and plans to print; [] if no parameters are frozen."""
         return [f"trained: {self.trained:,} parameters; frozen: {self.frozen:,}"] if self.frozen else []
 
 

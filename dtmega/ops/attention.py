@@ -270,8 +270,8 @@ def _compiled_flex() -> Callable[..., Any]:
     from torch._dynamo import config  # takes seconds to import, and only GPUs need it
     from torch._functorch import config as functorch_config
 
-    # Each combination of shape, dtype and rule needs a kernel. After eight, Dynamo would run the uncompiled function.
+    # Each (shape, dtype, rule) needs its own kernel. After eight kernels, Dynamo would run the uncompiled function.
     allow_kernels = config.patch(recompile_limit=MAX_KERNELS)
-    # A schedule that splits backward keeps the graph, which torch refuses if backward may overwrite its inputs.
+    # A schedule that splits backward keeps the graph. torch then refuses a backward that may overwrite its inputs.
     keep_inputs = functorch_config.patch(donated_buffer=False)
     return keep_inputs(allow_kernels(torch.compile(flex_attention, dynamic=False)))

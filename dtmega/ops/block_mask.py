@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-BLOCK = 128  # number of queries, and of keys, in a block of FlexAttention's masks
+BLOCK = 128  # size of a block of FlexAttention's masks, in queries and in keys
 
 
 def block_mask(rule: Any) -> BlockMask:

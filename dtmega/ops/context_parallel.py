@@ -178,7 +178,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _View(NamedTuple):
-    """The place of a tensor in the memory of gathered keys and values."""
+    """The position of a tensor within the memory that holds gathered keys and values."""
 
     size: torch.Size
     stride: tuple[int, ...]

@@ -33,7 +33,7 @@ IGNORED = -100
 # Number of tokens in a chunk; only one chunk's logits exist at a time. Each chunk adds a product to dW [V, D]; with
 # this number of tokens, the addition costs little compared with the product.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
-# With a small vocabulary a chunk has more tokens than CHUNK_TOKENS, up to this number of logits.
+# With a small vocabulary, a chunk may exceed CHUNK_TOKENS, as long as it has at most this number of logits.
 CHUNK_LOGITS = 2**24
 
 
@@ -381,8 +381,8 @@ class _KnownGradient(torch.autograd.Function):
         if upstream.ndim:
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
         # Multiply in place, because dW [V, D] is the largest buffer of the step. Multiplying also marks the buffer as
-        # changed, so that a second backward raises an error. If the factor is 1, multiplying zero rows is enough to
-        # mark the buffer. Only a factor on the CPU is compared with 1: reading a factor from a GPU makes the host wait.
+        # changed, so that a second backward raises an error. If the factor is 1, multiplying an empty slice is enough
+        # to mark it. Only a factor on the CPU is compared with 1: reading a factor from a GPU makes the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(host.read(upstream == 1))
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None

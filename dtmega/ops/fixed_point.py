@@ -61,7 +61,7 @@ class Grid(NamedTuple):
 
         Args:
             total: sum so far.
-            term: product of the term to add and `scale`.
+            term: term to add, already multiplied by `scale`.
             scale: number by which the term is divided.
             seen: function to call with the index and the integers of each piece; None for no function.
         """

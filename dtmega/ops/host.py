@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Host:
-    """The host in a real run. It waits for the device, then reads values from its memory."""
+    """The host in a real run, which waits for the device and then reads values from the device's memory."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """The tensor's values, as a tensor on the host."""
@@ -24,7 +24,7 @@ class Host:
         return sizes.cpu()
 
     def must_skip(self, check: str) -> bool:
-        """False, because a real host makes every check. The host of a plan records the check and returns True."""
+        """Return False, because a real host makes every check. A plan's host records the check and returns True."""
         return False
 
     def true_indices(self, mask: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def true_indices(mask: Tensor) -> Tensor:
 
 
 def must_skip(check: str) -> bool:
-    """True in a plan, which cannot compare values.
+    """Return True in a plan, because a plan cannot compare values.
 
     Args:
         check: sentence that describes the check to the user.

@@ -4,7 +4,7 @@ Without a state, a mask or an initial value is equal on all layouts, does not ch
 need not be stored in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations,
 so the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
 
-The functions for hashes and normal values take tensors or numpy arrays, because numpy is twice as fast as torch on a
+The functions for hashes and normal values accept tensors or numpy arrays, because numpy is twice as fast as torch on a
 CPU.
 """
 
@@ -88,7 +88,7 @@ ROUNDS = 8
 def permuted(i: int, n: int, name: str) -> int:
     """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), computed without a table.
 
-    A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)); there are n of these numbers, or a few more.
+    A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)), i.e. n numbers or slightly more.
     A result outside 0 to n - 1 goes through the network again until it lies in this range. The resulting mapping is
     still a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
@@ -206,7 +206,7 @@ def _places(mask: Numbers) -> Numbers:
 
 
 def _central(q: Numbers) -> Numbers:
-    """The quantile of 1/2 + q, for |q| <= 0.425."""
+    """The standard normal quantile of the probability 1/2 + q, for |q| <= 0.425."""
     r = 0.180625 - q * q
     # fmt: off
     above = _polynomial(r, 3.3871327179e0, 5.0434271938e1, 1.5929113202e2, 5.9109374720e1)
@@ -218,7 +218,7 @@ def _central(q: Numbers) -> Numbers:
 
 
 def _outer(u: Numbers) -> Numbers:
-    """The quantile of u, for |u - 1/2| > 0.425."""
+    """The standard normal quantile of the probability u, for |u - 1/2| > 0.425."""
     library = _library(u)
     t = library.sqrt(-_log(library.minimum(u, 1 - u)))
     t -= 1.6

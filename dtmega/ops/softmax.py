@@ -37,7 +37,7 @@ class Passes:
         self._scratch = logits.new_empty(n_rows, n_columns, dtype=wide(logits.dtype))
 
     def peak_and_total(self, x: Tensor, peak: Tensor, total: Tensor) -> None:
-        """Write the largest logit of each row of x [n, V] to `peak` [n, 1], and the sum of exp(x - peak) to `total`."""
+        """Write each row's largest logit in x [n, V] to `peak` [n, 1], and the sum of `exp(x - peak)` to `total`."""
         exponentials = self._scratch[: len(x)]
         in_fp32 = x if x.dtype == exponentials.dtype else exponentials.copy_(x)
         # Subtract the peak before exp, because exp(89) overflows fp32; the softmax does not change. The sum is then at

@@ -75,7 +75,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """Describe which rule of torch's schedule n microbatches would break; '' if n microbatches break no rule."""
+    """Describe the rule of torch's schedule that n microbatches would break; '' if n microbatches break no rule."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -139,7 +139,7 @@ class Pipeline:
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
         schedule = self._schedule(len(microbatches), training)
-        # torch takes a whole batch and splits every tensor along dim 0: [n B, ...] -> n times [B, ...].
+        # torch expects a whole batch and splits every tensor [n B, ...] along dim 0 into n tensors [B, ...].
         rows: dict[str, Any] = {}
         for name in microbatches[0]:
             rows[name] = torch.cat([microbatch[name] for microbatch in microbatches])

@@ -28,7 +28,7 @@ class Contention:
 
     def __init__(self, device: torch.device) -> None:
         self._n_threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._start: tuple[float, float] | None = None  # (time, seconds that threads had waited by then)
+        self._start: tuple[float, float] | None = None  # (time, seconds that threads had waited up to this time)
 
     def after_step(self, n: int) -> str:
         """Advice for the user if threads of this process wait for a core; '' if there is no advice after this step.

@@ -106,7 +106,7 @@ def _elementwise(groups: list[dict[str, Any]], optim: config.Optim, name: str, e
 
 
 def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
-    """Check that each pattern of lr_factors names a parameter of the whole model.
+    """Check that each pattern of lr_factors matches a parameter of the whole model.
 
     Raises:
         ValueError: a pattern matches no parameter.
