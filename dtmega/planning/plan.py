@@ -28,7 +28,7 @@ from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
-HELD_BETWEEN_PARTS = 0.5  # gradients that wait for the second part of backward, as a share of a microbatch in flight
+HELD_BETWEEN_PARTS = 0.5  # size of gradients between the two parts of backward, as a share of a microbatch in flight
 RunRole = Callable[..., Role]  # function that runs `plan_role`
 
 
@@ -159,10 +159,10 @@ def in_own_process(*arguments: Any) -> Role:
 
 
 def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for all places that do the same work.
+    """A key that is the same for all places that do the same work.
 
     Args:
-        numbers: numbers of the stages at the place.
+        numbers: indices of the stages at the place.
         stages: names of the pieces of all stages.
         pieces: all pieces of the model.
     """

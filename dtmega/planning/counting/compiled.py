@@ -79,7 +79,7 @@ class _Graph:
 
     Args:
         module: graph to run.
-        recorder: argument of `counted`.
+        recorder: recorder that was passed to `counted`.
     """
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
@@ -122,7 +122,7 @@ class _Run(fx.Interpreter):
     Args:
         module: graph to run.
         fused: nodes whose results are never in memory.
-        recorder: argument of `counted`.
+        recorder: recorder that was passed to `counted`.
         recording: recording that receives the graph's values; None to record nothing.
     """
 

@@ -64,7 +64,7 @@ class Layouts:
 
     Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
     pipeline, and reshard_after_forward and accumulate if nothing is sharded. reshard_after_forward = true is not tried,
-    because "auto" already frees gathered weights wherever possible. ep takes the sizes that divide both dp_shard x cp
+    because "auto" already frees gathered weights wherever possible. The sizes tried for ep divide both dp_shard x cp
     and the number of experts.
 
     Args:
@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts. Count the refused layouts by training's reason."""
+        """Yield each layout that training accepts. Count the refused layouts for each of training's reasons."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
