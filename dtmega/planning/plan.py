@@ -123,7 +123,7 @@ def plan_job(
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
         if sent_after(cfg.pipeline, sizes["pp"], n):
-            kinds = list(range(sizes["pp"]))  # equal places run the two actions of a cell in different orders
+            kinds = list(range(sizes["pp"]))  # places with equal work run a cell's two actions in different orders
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):

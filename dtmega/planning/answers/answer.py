@@ -108,7 +108,7 @@ class Answer(NamedTuple):
         """Bytes of the tensors in one checkpoint: the trained weights and the optimizer's moments, both in float32."""
         trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
-            # A matrix has one moment; all remaining parameters have two.
+            # Muon keeps one moment for each matrix, and two moments for each of the remaining parameters.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}

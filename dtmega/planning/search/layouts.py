@@ -96,7 +96,7 @@ class Layouts:
         mesh.resolve(cfg.mesh.model_copy(update=ones | {"ep": 1}), world)
         with torch.device("meta"):
             stacks = [next(module.parameters()).shape[0] for module in families.build(cfg).experts()]
-        self.n_experts = math.gcd(*stacks)  # 0 without experts
+        self.n_experts = math.gcd(*stacks)  # 0 if the model has no experts
         if next(self._meshes(), None) is None:
             raise ValueError(f"ep={self.fixed['ep']} divides dp_shard x cp in no layout of {world} ranks ([mesh] ep)")
         self.pieces = families.pieces(cfg.model)
