@@ -265,7 +265,7 @@ def in_forwards(action: Action) -> float:
 
 
 def at_once(action: Action, sender: int, receiver: int) -> float:
-    """Return 0, the duration of a transfer if transfers take no time."""
+    """Return a transfer duration of 0, for simulations that ignore transfer times."""
     return 0
 
 

@@ -23,7 +23,7 @@ from dtmega.mesh import World
 from dtmega.ops.shards import local
 from dtmega.pipelining.split import Stages
 
-GATHERED = 2**22  # number of elements of each copy to gather at a time, to limit the memory for remote copies
+GATHERED = 2**22  # number of elements gathered at a time from each copy, to limit the memory for remote copies
 
 
 def shared(

@@ -39,7 +39,7 @@ class Runs(NamedTuple):
 
 
 def in_flight(table: Table, between_parts: float = 0) -> list[float]:
-    """The peak number of microbatches in flight on each rank: forward has run, but backward has not ended.
+    """The peak number of microbatches in flight on each rank, that is, between forward and the end of backward.
 
     Args:
         table: actions of the pipeline.
@@ -97,8 +97,8 @@ def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
 def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[str, str]:
     """Pair the actions of a rank's shorter and longer steps, if the rank's memory grows linearly between the steps.
 
-    An action of the longer step represents an action of the whole step if their microbatches have equal numbers,
-    counted from the start or from the end.
+    An action of the longer step represents an action of the whole step if the two actions' microbatches are equally far
+    from the start or from the end of the step.
 
     Args:
         rows: actions of the rank in the shorter, the longer and the whole step.
@@ -132,7 +132,7 @@ def _pairs(rows: Sequence[Sequence[Action]], added: int, missing: int) -> dict[s
 
 
 def _is_even(before: State, state: State, after: State, times: int) -> bool:
-    """True if `times` more increases, each equal to the increase from `before` to `state`, lead to `after`."""
+    """True if `after` is `state` plus `times` times the increase from `before` to `state`."""
     return all(after[key] == state[key] + times * (state[key] - before[key]) for key in {*before, *state, *after})
 
 
@@ -166,8 +166,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
     """Extrapolate a rank's plan from two shorter steps to a step with n microbatches.
 
-    The result has the spans of the longer step, with the bytes of the whole step. The result also has the work items
-    of the longer step; `plan.times_repeated` returns how often each work item occurs in the whole step.
+    The result has one span for each span of the longer step; the bytes are extrapolated to the whole step. The work
+    items of the result are the longer step's; `plan.times_repeated` returns how often each occurs in the whole step.
 
     Args:
         role: plan of the longer step, with the memory of the shorter step.
@@ -228,7 +228,7 @@ def _line(before: Span, span: Span, times: int) -> Span:
 
 
 def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:
-    """The bytes of each owner after `times` more increases, each equal to the increase from `before` to `after`."""
+    """The bytes of each owner: `after` plus `times` times the increase from `before` to `after`."""
     grown = {}
     for owner in itertools.chain(after, before.keys() - after.keys()):
         grown[owner] = after.get(owner, 0) + times * (after.get(owner, 0) - before.get(owner, 0))

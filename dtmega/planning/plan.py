@@ -28,7 +28,7 @@ from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
-HELD_BETWEEN_PARTS = 0.5  # gradients that wait for the second part of backward, as a share of a microbatch in flight
+HELD_BETWEEN_PARTS = 0.5  # size of gradients between the two parts of backward, as a share of a microbatch in flight
 RunRole = Callable[..., Role]  # function that runs `plan_role`
 
 
@@ -123,7 +123,7 @@ def plan_job(
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
         if sent_after(cfg.pipeline, sizes["pp"], n):
-            kinds = list(range(sizes["pp"]))  # equal places run the two actions of a cell in different orders
+            kinds = list(range(sizes["pp"]))  # places with equal work run a cell's two actions in different orders
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):
@@ -159,10 +159,10 @@ def in_own_process(*arguments: Any) -> Role:
 
 
 def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is equal for all places that do the same work.
+    """A key that is the same for all places that do the same work.
 
     Args:
-        numbers: numbers of the stages at the place.
+        numbers: indices of the stages at the place.
         stages: names of the pieces of all stages.
         pieces: all pieces of the model.
     """

@@ -36,7 +36,7 @@ Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     """Cut the model over `mesh`: every parameter becomes a DTensor on the mesh, and tied parameters stay tied.
 
-    The ranks do not communicate: each rank holds whole parameters, or meta tensors, and takes its own parts.
+    The ranks do not communicate: each rank starts with whole parameters, or meta tensors, and keeps only its own parts.
 
     Args:
         model: whole model or pipeline stage. In a stage, modules of other stages are None or missing from their

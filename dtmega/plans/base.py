@@ -90,7 +90,7 @@ class Style(ParallelStyle):
     placements: ClassVar[Mapping[str, Placement]] = {}
     cost: tuple[str, str] = ("", "")  # the style's collectives: (without sequence parallelism, with it)
     of_heads = False  # whether replicated parameters are applied only to this rank's heads
-    enters = False  # whether the module is a separate region, so that the style is also an Enter
+    enters = False  # whether the module is a separate region, in which case the style also acts as an Enter
     inside = False  # whether the module computes on the input of its own region or of an enclosing region
     output_dim = 0  # dim of a linear layer's weight that contains the output features
 

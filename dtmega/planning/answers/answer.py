@@ -78,10 +78,10 @@ class Answer(NamedTuple):
 
     Attributes:
         job: configuration, layout and hardware.
-        plan: counts of every role.
+        plan: counts for every role.
         roles: one answer per role, in the order of the pipeline.
-        parameters: number of elements in all weights.
-        elements: numbers of trained and frozen parameters, including adapters.
+        parameters: total number of weights in the model.
+        elements: numbers of trained and of frozen weights, including adapters.
         step: predicted time of a step.
         bubble: comparison of the schedule's bubble with a formula; None without a pipeline or a formula.
         tokens: number of tokens in the whole run.
@@ -108,14 +108,14 @@ class Answer(NamedTuple):
         """Bytes of the tensors in one checkpoint: the trained weights and the optimizer's moments, both in float32."""
         trained = self.elements.trained
         if self.job.cfg.optim.name == "muon":
-            # A matrix has one moment; all remaining parameters have two.
+            # Muon keeps one moment for each matrix, and two moments for each of the remaining parameters.
             with torch.device("meta"):
                 whole = families.build(self.job.cfg)
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
             of_matrices = sum(shapes[name].numel() for name in whole.matrices())
             return torch.float32.itemsize * (3 * trained - of_matrices)
         # Rounding drops the step counts, which the optimizer keeps per tensor. A place may hold only frozen weights, so
-        # take the place that holds the most trained weights.
+        # use the place that holds the most trained weights.
         held = max((role.plan.held for role in self.roles), key=lambda held: held.get(PARAMETERS, 0))
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
         return trained * torch.float32.itemsize * (1 + moments_per_weight)

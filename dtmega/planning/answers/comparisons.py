@@ -17,7 +17,7 @@ from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
-BLOCKS = "activations of "  # prefix of the owner names of blocks
+BLOCKS = "activations of "  # prefix of each block's name as an owner
 WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules for which Narayanan et al. give a formula
 HALF = ("bfloat16", "float16")
 
@@ -55,7 +55,7 @@ def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elem
         plan: plan of the job.
         place: index of the place in the pipeline.
         pieces: pieces of the whole model.
-        elements: numbers of the model's trained and frozen parameters.
+        elements: numbers of trained and of frozen weights in the model.
     """
     mine = _pieces_of(plan, place, pieces)
     cfg = job.cfg

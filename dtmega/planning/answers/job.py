@@ -30,10 +30,10 @@ class Memory(NamedTuple):
     """The memory of one device.
 
     Attributes:
-        n_bytes: number of bytes of the whole device.
+        n_bytes: total memory of the device, in bytes.
         source: origin of `n_bytes`, in words.
-        is_given: whether the user has given `n_bytes`; if so, a job that does not fit ends with exit code 4.
-        reserve_bytes: number of bytes that tensors cannot use.
+        is_given: whether the user specified `n_bytes`; if so, a job that does not fit ends with exit code 4.
+        reserve_bytes: part of the memory that tensors cannot use, in bytes.
         reserve_source: origin of `reserve_bytes`, in words.
     """
 
@@ -101,8 +101,8 @@ def machine_of(kind: str, fabric: str = "", memory: str | None = None, reserve: 
     Args:
         kind: type of the device, "cuda" or "cpu".
         fabric: name of a shipped fabric, or path of a TOML file; '' for the device's default fabric.
-        memory: number of bytes of the device, as text; None for the number in the fabric.
-        reserve: number of bytes that tensors cannot use, as text; None for the number in the fabric.
+        memory: total memory of the device, as text; None for the fabric's value.
+        reserve: part of the memory that tensors cannot use, as text; None for the fabric's value.
 
     Raises:
         ValueError: the fabric does not exist, or `memory` or `reserve` is not a number of bytes.

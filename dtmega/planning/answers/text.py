@@ -15,7 +15,7 @@ from dtmega.planning.plan import Plan
 from dtmega.training.out_of_memory import keys_to_turn
 
 CPU_ONLY = "for the CPU path only: ranks on CPUs with gloo; a GPU holds and computes other things (--device cuda)"
-SHOWN_SHARE = 0.01  # owners with a smaller share of the peak are added up
+SHOWN_SHARE = 0.01  # owners with a smaller share of the peak are combined
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 

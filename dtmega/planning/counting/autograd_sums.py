@@ -22,10 +22,10 @@ OF_MODES = ("dtmega.planning", "torch._compile", "torch._dynamo")  # modules who
 
 
 class EngineSums:
-    """Recognizes the engine's sums that a real step computes in place.
+    """Recognizes the autograd engine's gradient additions, if a real step would do them in place.
 
     Args:
-        fake: torch's mode that makes the plan's fake tensors.
+        fake: `FakeTensorMode` that creates the plan's tensors.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:

@@ -50,7 +50,7 @@ def counted(recorder: Recorder | None = None) -> Iterator[None]:
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
         partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,  # as in Inductor: a changed argument needs no copy
+        keep_inference_input_mutations=True,  # as in Inductor, so that a changed argument needs no copy
         decompositions=select_decomp_table(),  # AOT's partition depends on the decompositions
     )
     # Without this reset, functions that the process compiled earlier would still run as Inductor's kernels.
@@ -79,7 +79,7 @@ class _Graph:
 
     Args:
         module: graph to run.
-        recorder: argument of `counted`.
+        recorder: recorder that was passed to `counted`.
     """
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder | None) -> None:
@@ -122,7 +122,7 @@ class _Run(fx.Interpreter):
     Args:
         module: graph to run.
         fused: nodes whose results are never in memory.
-        recorder: argument of `counted`.
+        recorder: recorder that was passed to `counted`.
         recording: recording that receives the graph's values; None to record nothing.
     """
 

@@ -180,7 +180,7 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
     def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
         return _scaled_dot_product_attention(original, *args, **kwargs)
 
-    # Selective recomputation keeps the results of kernels.
+    # Selective recomputation keeps the results of kernels, so add the stand-in to the sets of kernels.
     kernel = torch.ops.dtmega_planning.attention.default
     with (
         patch.object(attention, "_flex", _flex),

@@ -53,10 +53,10 @@ class Ledger:
         self._at_peak: dict[str, int] = {}
 
     def see(self, tensor: Tensor, owner: str, hidden: bool = False) -> bool:
-        """Enter the storage of a tensor. Return True if the storage takes memory and is new to the ledger.
+        """Add the storage of a tensor to the ledger. Return True if the storage takes memory and is new.
 
         Args:
-            tensor: tensor whose storage is entered.
+            tensor: tensor whose storage is added.
             owner: owner of the storage.
             hidden: whether the storage takes no memory.
         """
@@ -74,7 +74,7 @@ class Ledger:
         return not hidden
 
     def allocate(self, n_bytes: int, owner: str) -> int:
-        """Enter a storage without a tensor. Return a key for `free`; unlike an address, the key is negative."""
+        """Add a storage that has no tensor. Return a key for `free`; unlike an address, the key is negative."""
         self._n_allocated += 1
         key = -self._n_allocated
         self._entries[key] = 0, owner, None
@@ -82,7 +82,7 @@ class Ledger:
         return key
 
     def free(self, key: int) -> None:
-        """Remove a storage that `allocate` has entered."""
+        """Remove a storage that was added by `allocate`."""
         self._forget(key)
 
     def lives(self, key: int) -> bool:
@@ -90,7 +90,7 @@ class Ledger:
         return key in self._entries
 
     def hides(self, tensor: Tensor) -> bool:
-        """True if the tensor's storage was entered as hidden."""
+        """True if the tensor's storage was added as hidden."""
         return local_part(tensor).untyped_storage()._cdata in self._hidden
 
     def resized(self, storage: torch.UntypedStorage) -> None:

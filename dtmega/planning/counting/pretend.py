@@ -61,9 +61,9 @@ class Pretended:
 
     Attributes:
         device: pretended device.
-        fake: torch's mode that makes fake tensors.
+        fake: `FakeTensorMode` that creates the pretended device's tensors.
         skipped: one sentence for each check that was skipped because it needs values.
-        sums: recognizer of the autograd engine's sums that a real device computes in place.
+        sums: recognizer of gradient additions that the autograd engine would do in place on a real device.
         streams: streams of the device.
         everything: whether to make fake tensors even if the program names no device. On a pretended CPU, this flag
             separates the tensors of the model from the tensors of the program around the model.
@@ -114,7 +114,7 @@ class Pretended:
         return self._observer.repeated(times)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Tell the observer that the memory of a storage was freed or allocated again."""
+        """Notify the observer that the memory of a storage was freed or allocated again."""
         self._observer.resized(storage)
 
 

@@ -67,7 +67,7 @@ class Event:
         self.works: set[int] = set()
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Mark the work that is on a stream now; the default is the current stream."""
+        """Mark the work that is now on `stream`; None means the current stream."""
         return (stream or Stream._streams.current).record_event(self)
 
     def wait(self, stream: Stream | None = None) -> None:

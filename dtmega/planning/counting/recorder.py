@@ -67,7 +67,7 @@ class Recorder:
         return self._phase == "build"
 
     def name_groups(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        """Record the names of the process groups. If a group has several names, the first name counts."""
+        """Record the names of the process groups. If a group has several names, record the first name."""
         everyone = dist.group.WORLD
         assert everyone is not None
         for name, group in {**groups, "world": everyone}.items():
@@ -105,7 +105,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def owning(self, owner: str) -> Iterator[None]:
-        """Inside the `with` block, give this owner to all new tensors."""
+        """Inside the `with` block, assign this owner to all new tensors."""
         before, self._named_owner = self._named_owner, owner
         try:
             yield
@@ -113,7 +113,7 @@ class Recorder:
             self._named_owner = before
 
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
-        """Make each block record its name in the stage while the block computes."""
+        """Make the recorder hold the name of the block that is computing, as the block is named in `stage`."""
         names = {module: name for name, module in stage.named_modules()}
         for block in blocks:
             call = block._compiled_call_impl or block._call_impl
@@ -128,7 +128,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def exchanges_of_fsdp(self) -> Iterator[None]:
-        """Inside the `with` block, give an owner to the buffers in which FSDP2 gathers weights and sums gradients."""
+        """Inside the `with` block, assign an owner to the buffers in which FSDP2 gathers weights and sums gradients."""
 
         def noted(function: Any) -> Any:
             @functools.wraps(function)
@@ -147,7 +147,7 @@ class Recorder:
             yield
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Enter an operator's new storages in the ledger and append the operator to the list of work items."""
+        """Add an operator's new storages to the ledger, and append the operator to the list of work items."""
         if TracingContext.try_get() is not None:
             return  # a graph is being captured, and nothing runs
         known = launches.described(operator)

@@ -30,9 +30,9 @@ class Recording:
         self._kind, self._ledger = kind, ledger
         self._events: list[Launched | Freed] = []
         self._n_slots = len(kind)
-        self._slots: dict[int, int] = {}  # address of a live storage that the graph uses -> number of the storage
+        self._slots: dict[int, int] = {}  # address of a live storage that the graph uses -> index of the storage
         self._values: dict[fx.Node, list[int]] = {}  # graph node whose value is live -> storages of the value
-        self._n_values: Counter[int] = Counter()  # number of a storage -> how many live values are on it
+        self._n_values: Counter[int] = Counter()  # storage index -> count of live values on that storage
         self._exact = True
         for argument, arg in zip(kind, args, strict=True):
             if argument.layout is not None:
@@ -83,7 +83,7 @@ class Recording:
         """
         results: list[Result] = []
         bases: dict[int, Tensor] = {}
-        first: dict[int, int] = {}  # identity of a tensor -> index of the result
+        first: dict[int, int] = {}  # id of a result tensor -> index of the result
         for i, (value, argument) in enumerate(zip(returned, placeholders, strict=True)):
             if argument >= 0:
                 result = Result(argument=argument)

@@ -236,7 +236,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
-    """Give owners to the weights that FSDP2 has gathered, and to the gradients that FSDP2 has not yet summed."""
+    """Assign owners to the weights that FSDP2 has gathered, and to the gradients that FSDP2 has not yet summed."""
     state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
     group = state._fsdp_param_group
     if group is None:

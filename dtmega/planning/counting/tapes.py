@@ -114,7 +114,7 @@ class Tape(NamedTuple):
         events: launches of operators and releases of storages, in order.
         results: results of the graph.
         kept: number of each storage that the graph makes and returns -> layout of the tensor on this storage.
-        mode: torch's mode that makes the plan's fake tensors.
+        mode: `FakeTensorMode` that creates the plan's tensors.
     """
 
     events: list[Launched | Freed]

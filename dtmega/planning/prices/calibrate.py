@@ -24,7 +24,7 @@ from dtmega.training import device_peaks
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measured product
 LAUNCHES = 100
-ENOUGH_S = 0.05  # a product that takes longer ends the series
+ENOUGH_S = 0.05  # time in seconds; the first product that takes longer ends the series
 LEAST_REPEATS = 5
 LEAST_S = 0.2  # minimum total time of the repetitions in one measurement
 GATHERS = 20
@@ -159,7 +159,7 @@ def _links(device: torch.device) -> tuple[int, float, float, int]:
         part = torch.zeros(n_bytes // n, dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(part) for _ in range(n)]
         times_s = []
-        for _ in range(GATHERS):  # a constant, so that all ranks run equally many gathers
+        for _ in range(GATHERS):  # a constant, so that all ranks run the same number of gathers
             dist.barrier()
             synchronize(device)
             started_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 The planner itself prices counted work (`step_time.py`). The closed form covers the matrix products of a standard
 transformer, the memory traffic of the operators between products, and the messages, all averaged over the stages. The
-efficiencies of the shipped fabrics are fitted with this form (`benchmarks/published.py`).
+efficiencies of the shipped fabrics are fitted with this closed form (`benchmarks/published.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
     @property
     def n_microbatches(self) -> int:
-        """The number of microbatches of one data rank."""
+        """The number of microbatches per data rank."""
         return self.global_batch // (self.data_ranks * self.micro_batch)
 
     @property

@@ -17,7 +17,7 @@ from dtmega.planning.prices.streams import Span, StreamTimes
 from dtmega.planning.work import COMPUTE, Message, Work
 
 POINT_TO_POINT = ("send", "receive")
-JOINED = ("world", *(name for name, axes in DERIVED.items() if "pp" in axes))  # groups over several pipeline ranks
+JOINED = ("world", *(name for name, axes in DERIVED.items() if "pp" in axes))  # groups that span pipeline ranks
 
 
 class RankTimes(NamedTuple):

@@ -126,7 +126,7 @@ def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
     """The duration of each action in a row of the table.
 
     Args:
-        rank: times of this place, or of a place with equally many stages. The two places' stages are matched in order.
+        rank: times of this place, or of a place with the same number of stages, whose stages are matched in order.
         row: actions of this place, in order.
 
     Raises:
@@ -163,7 +163,7 @@ def _n_outputs(actions: Iterable[Action], table: Table) -> int:
 
 
 def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
-    """The step time without a pipeline. Microbatches that the rank has not run are assumed to take median times."""
+    """The step time without a pipeline. A microbatch that the rank has not run is assumed to take the median time."""
     seen: dict[str, list[float]] = defaultdict(list)
     for action, seconds in rank.actions.items():
         seen[action.kind].append(seconds)
@@ -179,7 +179,8 @@ def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
 def _adding_up(step: StepTime) -> StepTime:
     """Scale the parts of a step without a pipeline so that they add up to the step time.
 
-    Without scaling, the sum would not be exact, because microbatches that were not run are priced by medians.
+    Without scaling, the sum would not be exact, because a microbatch that was not run is assumed to take the median
+    time.
     """
     parts_s = step.compute_s + step.exposed_communication_s
     factor = step.seconds / parts_s if parts_s else 1.0

@@ -120,7 +120,9 @@ def run(works: Sequence[Work], durations_s: Sequence[float]) -> StreamTimes:
 
 
 def _spans(works: Sequence[Work], durations_s: Sequence[float]) -> tuple[list[Span], list[int]]:
-    """The span and the cause of each work item. An item's cause is the earlier item whose end lets it start, or -1.
+    """The span and the cause of each work item.
+
+    The cause is the index of the earlier item whose end allows the item to start; -1 if there is no such item.
 
     Raises:
         ValueError: a work item waits for itself or for a later work item.

@@ -72,7 +72,7 @@ def with_layout(cfg: config.Config, layout: Layout) -> config.Config:
         section, _, key = name.partition(".")
         changes.setdefault(section, {})[key] = value
     if layout.mode == "none":
-        changes["recompute"] |= {"method": "uniform", "layers": 1}  # mode "none" allows no other values
+        changes["recompute"] |= {"method": "uniform", "layers": 1}  # mode "none" requires these two values
     sections = {}
     for section, values in changes.items():
         sections[section] = getattr(cfg, section).model_copy(update=values)

@@ -64,7 +64,7 @@ class Layouts:
 
     Keys that have no effect are not varied: sequence_parallel without tp, cp_form without cp, the schedule without a
     pipeline, and reshard_after_forward and accumulate if nothing is sharded. reshard_after_forward = true is not tried,
-    because "auto" already frees gathered weights wherever possible. ep takes the sizes that divide both dp_shard x cp
+    because "auto" already frees gathered weights wherever possible. The sizes tried for ep divide both dp_shard x cp
     and the number of experts.
 
     Args:
@@ -96,7 +96,7 @@ class Layouts:
         mesh.resolve(cfg.mesh.model_copy(update=ones | {"ep": 1}), world)
         with torch.device("meta"):
             stacks = [next(module.parameters()).shape[0] for module in families.build(cfg).experts()]
-        self.n_experts = math.gcd(*stacks)  # 0 without experts
+        self.n_experts = math.gcd(*stacks)  # 0 if the model has no experts
         if next(self._meshes(), None) is None:
             raise ValueError(f"ep={self.fixed['ep']} divides dp_shard x cp in no layout of {world} ranks ([mesh] ep)")
         self.pieces = families.pieces(cfg.model)
@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts. Count the refused layouts by training's reason."""
+        """Yield each layout that training accepts. Count the refused layouts for each of training's reasons."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():

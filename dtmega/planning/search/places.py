@@ -61,7 +61,7 @@ class Place(NamedTuple):
     experts_per_token: int
 
     def whole_elements(self, ep: int) -> float:
-        """The number of weight elements that a rank gathers and computes with, before tp divides them."""
+        """The number of weight elements that a rank gathers for its computation, before division by tp."""
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:

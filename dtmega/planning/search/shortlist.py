@@ -14,7 +14,7 @@ from dtmega.planning.search.layouts import Fallen, Layouts
 
 EVERY_S = 0.5  # time between two progress reports
 ROUNDS = 3  # the shortlist has ROUNDS times `top` layouts, in case none of the first layouts fits
-KEPT = 3  # estimation keeps KEPT times as many layouts as the shortlist, because some differ only in schedule
+KEPT = 3  # estimation keeps KEPT x as many layouts as the shortlist, because some layouts differ only in schedule
 GIB = 2**30
 
 
@@ -111,9 +111,9 @@ class Shortlist:
     def chosen(self) -> list[Entry]:
         """The layouts to plan, in order.
 
-        The `top` fastest layouts come first, but half of these places are kept for layouts that are estimated to fit.
-        More layouts follow, in case the counts show that none of the first layouts fits. These additional layouts
-        begin with those that certainly fit. If several equally fast layouts differ only in their schedule, only the
+        The `top` fastest layouts come first, but half of these places are reserved for layouts that are estimated to
+        fit. More layouts follow, in case the counts show that none of the first layouts fits; the layouts that
+        certainly fit come first among them. If several equally fast layouts differ only in their schedule, only the
         layout with the smallest peak is kept.
         """
         likely = _without_equals([*self._certain, *self._likely])
