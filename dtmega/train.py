@@ -270,7 +270,7 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
         last: whether this is the last step. If so, the function waits for all saves to end.
 
     Returns:
-        The outcomes of all saves that have ended: this save, or an earlier save that a thread has finished meanwhile.
+        The outcomes of the saves that have ended since the last call: this save, earlier asynchronous saves, or both.
     """
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):

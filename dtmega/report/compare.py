@@ -11,7 +11,7 @@ import tomli_w
 from dtmega.report.markup import breakable, names, table, text
 from dtmega.report.run import Config, Run, numbers
 
-SHOWN_ROWS = 12  # number of differences shown unfolded; runs of two different model families have about 50
+SHOWN_ROWS = 12  # number of differences that are not folded away; runs of two different model families have about 50
 ABSENT = "–"
 
 

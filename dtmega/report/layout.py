@@ -15,7 +15,7 @@ from dtmega.training.parallelize import with_micro_batch_size
 
 MAX_RANKS = 256  # maximum number of ranks in a mesh; larger meshes are not drawn
 MAX_ACTIONS = 3000  # maximum number of actions in a schedule; larger schedules are not drawn
-MAX_SIMULATED = 100_000  # maximum of stages × microbatches; the bubble of a larger schedule is not computed
+MAX_SIMULATED = 100_000  # maximum product of stages and microbatches; the bubble of a larger schedule is not computed
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"

@@ -12,7 +12,7 @@ import tomli_w
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum length of text that is shown unfolded
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # maximum length of text that is not folded away
 MAX_CHARACTERS = 100_000  # maximum length of text on the page, including the folded part
 WORD_CHARACTERS = 30  # maximum length of text that fits on one line of a narrow window
 

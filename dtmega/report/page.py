@@ -170,7 +170,10 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, if several processes ran, drawings of limited size."""
+    """The HTML of one part's layout: a description and, if several processes ran, drawings.
+
+    Drawings that would be too large are left out.
+    """
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']

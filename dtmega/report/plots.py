@@ -37,8 +37,8 @@ SYMBOLS = {
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
 FEW_STEPS = 8  # below this number of steps, every step gets a tick; plotly's own ticks would lie between steps
-NARROW_CHARACTERS = 29  # maximum length of a panel title in a window of 390 pixels, next to the longest lane name
-LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, for lanes whose name is not the kind plus an s
+NARROW_CHARACTERS = 29  # maximum length of a panel title in a window 390 pixels wide, next to the longest lane name
+LANES = {"skipped": "skipped steps"}  # kind of event -> lane name, for kinds whose plural does not simply end in "s"
 
 
 def over_steps(runs: Sequence[Run]) -> str:
@@ -283,7 +283,7 @@ def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
 
 
 def has_tail(run: Run) -> bool:
-    """True if at least two steps of this run have a step time, so that a tail can be drawn."""
+    """True if at least two steps of this run have a step time, so that their distribution can be drawn."""
     return "step_time_s" in run.record.series and run.record.series["step_time_s"].steps.size > 1
 
 

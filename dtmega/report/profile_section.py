@@ -16,7 +16,7 @@ from dtmega.report.profiles import Phase, Profile, Summary
 from dtmega.report.run import Run
 from dtmega.report.units import duration, file_size, gibibytes
 
-SHOWN_OPERATORS = 8  # number of operators shown unfolded
+SHOWN_OPERATORS = 8  # number of operators that are not folded away
 MAX_CHARACTERS = 160  # maximum length of an operator's name; names of C++ templates can have thousands of characters
 REST = "rest"  # name for the part of a window's time that belongs to no phase
 HOW_TO_OPEN = (

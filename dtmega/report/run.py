@@ -66,7 +66,7 @@ class Run(NamedTuple):
         name: name of the run, unique on the page.
         record: content of metrics.jsonl, plus the series of the scores.
         config: configuration of the newest start.
-        starts: starts of the run in order of time. The first is the most recent start at step 0.
+        starts: starts of the run, oldest first, beginning with the most recent start at step 0.
         parts: parts of the run in the order of their steps; at least one part.
         end: last planned step; 0 if this step is not known.
         ended: exit record of the newest attempt, even if it was refused; None if the attempt is running or was killed.
@@ -214,7 +214,7 @@ def _config(directory: Path) -> Config:
 
 
 def _sample(directory: Path, last_step: int) -> str:
-    """The text in sample.json; '' if there is no sample, or if the run has since resumed from an earlier step."""
+    """The text in sample.json; '' if there is no sample, or if the sample's step is after the run's last step."""
     try:
         sample = read_object(directory / "sample.json")
     except ValueError:
@@ -224,7 +224,7 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step after which the next start continued.
+    """The parts of a run. Each part except the last ends at the step from which the next start resumed the run.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """

@@ -19,10 +19,10 @@ from dtmega.report import record
 from dtmega.report.record import Event, Series
 
 FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
-LOSSES = "evaluation.jsonl"  # file in a run directory for the losses from runs with the key `[eval] only`
+LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses from runs that set `[eval] only`
 OF_LOSSES = "[eval] only"  # task name of the scores that are read from LOSSES
 MAX_BYTES = 16 * 2**20  # maximum size of a file that is read; a file with all MMLU scores takes 1 MB
-MAX_FILES = 500  # maximum number of files read: those with the last names, which begin with the step
+MAX_FILES = 500  # maximum number of files that are read; if there are more, only those of the latest steps are read
 MAX_SCORES = 5000  # maximum number of scores kept
 
 

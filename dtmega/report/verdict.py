@@ -25,8 +25,8 @@ SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
 NEWEST_STEPS = 10  # number of newest steps that are checked for non-finite losses
-MAX_NOT_FINITE = 4  # with more non-finite steps, the loss is diverging; float16 finds its loss scale in fewer steps
-SILENT_STEPS = 20  # a silent run has stalled after this many median step times or its timeout, whichever is longer
+MAX_NOT_FINITE = 4  # with more non-finite steps, the loss is diverging; float16 needs fewer to find its loss scale
+SILENT_STEPS = 20  # a run has stalled if its silence exceeds both its timeout and this many median step times
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
 
@@ -126,7 +126,7 @@ def diverging(record: Record) -> str:
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])
-    # Compare only with means whose windows share no step with the window of the last mean.
+    # Compare only with means whose windows do not overlap the window of the last mean.
     earlier = means[: values.size - 2 * window + 1]
     place = int(np.argmin(earlier))
     best, first = float(earlier[place]), float(earlier[0])
@@ -139,6 +139,6 @@ def diverging(record: Record) -> str:
 
 
 def _means(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of each `window` consecutive values, float64 [n - window + 1] for n values."""
+    """The means over all windows of `window` consecutive values, float64 [n - window + 1] for n values."""
     sums = np.cumsum(np.append(0.0, values))
     return (sums[window:] - sums[:-window]) / window

@@ -60,7 +60,7 @@ def check_experts(cfg: config.Config) -> None:
     ep = cfg.mesh.ep
     if cfg.recompute.mode == "selective":
         # torch's selective checkpoint counts a block's operators, and FSDP gathers experts inside the block. The
-        # recomputation has fewer operators than forward if the experts are still gathered.
+        # recomputation runs fewer operators than forward if the experts are still gathered.
         raise ValueError(
             f"selective recompute does not count the gathering of experts as forward did: expected mode = 'full' or "
             f"'none' with ep={ep} ([recompute] mode, [mesh] ep)"

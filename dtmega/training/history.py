@@ -140,10 +140,11 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
 
 
 def parts(starts: Sequence[Start]) -> list[Start]:
-    """The starts that wrote the lines now in metrics.jsonl, in step order.
+    """The starts whose lines are still in metrics.jsonl, in step order.
 
-    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. A start at an earlier
-    step removes the lines of later steps from metrics.jsonl. A start is left out if all its lines were removed.
+    Each of these starts wrote the steps after its own `step`, up to the `step` of the next start. When
+    a run restarts at an earlier step, it removes the lines of later steps from metrics.jsonl. A start is left out if
+    all its lines were removed.
     """
     found: list[Start] = []
     for start in starts:

@@ -18,7 +18,7 @@ from dtmega.training.phases import StepTimes
 
 WINDOW = 1000  # number of earlier steps whose median pace is the usual pace
 SLOW = 0.5  # fraction of the usual pace below which a step is slow
-CONSPICUOUS = 1.2  # a rank is named if its own time is at least this multiple of the other ranks' median
+CONSPICUOUS = 1.2  # a rank is called slow if its own time is at least this multiple of the other ranks' median
 
 
 class Pace:

@@ -119,7 +119,7 @@ class ShardedModel:
         `checkpoint/starting.py` describes these weights.
 
         Returns:
-            The base of the run; None if the run's checkpoints hold all weights.
+            The description of the run's base weights; None if the run's checkpoints hold all weights.
         """
         stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
         counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
@@ -448,7 +448,7 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
-    """For each stage except the last, make meta tensors shaped like the tensors that it passes to the next stage.
+    """For each stage except the last, make meta tensors shaped like the tensors that the stage passes on.
 
     A stage's tensors require gradients if any parameter of this stage, or of an earlier stage, is trained. Otherwise
     backward never reaches the tensors.
@@ -475,7 +475,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     Returns:
         Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
     """
-    # plan. If tp > 1, parameters are DTensors on the tp mesh from here on.
+    # Step 1, plan. If tp > 1, parameters are DTensors on the tp mesh from here on.
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
     experts, of_experts = [], None
@@ -484,10 +484,10 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for module in experts:
             divide(module, world.experts.held)
 
-    # recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the input again
-    # in backward. tp keeps the gathered input in two cases. In recomputed blocks, the recomputation has just gathered
-    # the input when backward needs it. A backward that is split in two requires torch's own matrix product, which keeps
-    # its input.
+    # Step 2, recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the
+    # input again in backward. tp keeps the gathered input in two cases. In recomputed blocks, the recomputation has
+    # just gathered the input when backward needs it. A backward that is split in two requires torch's own matrix
+    # product, which keeps its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -496,13 +496,13 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
 
-    # compile, block by block, so that one compiled graph serves all blocks. On a CPU with AMX tiles, first give the
-    # linear layers faster bfloat16 matrix products.
+    # Step 3, compile. Blocks are compiled one by one, so that one compiled graph serves all blocks. On a CPU with AMX
+    # tiles, first give the linear layers faster bfloat16 matrix products.
     if multiplies_on_amx(cfg, world):
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
-        # torch warns about every checkpointed region with a policy that selects tensors to keep, because in-place
-        # operations in such a region might give wrong results. A compiled block has no in-place operations left.
+        # If a policy selects the tensors that a checkpointed region keeps, torch warns that in-place operations in
+        # the region might give wrong results. A compiled block has no in-place operations left.
         log = logging.getLogger("torch._higher_order_ops.wrap")
         log.addFilter(lambda record: "context_fn" not in str(record.msg))
         for block in blocks:
@@ -510,14 +510,14 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
 
-    # fsdp. If each rank holds the whole model and weights only need a cast, set up master weights instead of FSDP. FSDP
+    # Step 4, fsdp. If each rank holds the whole model and weights only need a cast, set up master weights instead. FSDP
     # comes after compile, so that FSDP's hooks, which gather and free weights, stay outside the compiled graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard, experts=experts, of_experts=of_experts)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # memory. Allocate the tensors only now, when each tensor has been reduced to this rank's part.
+    # Step 5, memory. Allocate the tensors only now, when each tensor has been reduced to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
@@ -530,7 +530,7 @@ def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the compute device. With CPU offload, FSDP moves parameters to it, but not buffers."""
+    """Move the buffers to the compute device, because FSDP with CPU offload moves only parameters to this device."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

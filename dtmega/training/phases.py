@@ -129,7 +129,7 @@ class Phases:
         own_s = phases["data_s"] + busy_s
         if self._device.type == "cuda":
             # On a GPU, the host's busy time does not show when the device waits for other ranks. The whole time of
-            # forward and backward therefore counts as own time, including the device's waits for other ranks.
+            # forward and backward, including the device's waits, therefore counts as this rank's own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
         self._profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)

@@ -122,10 +122,10 @@ def read_configuration(
 
 
 def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, TrainBatches]:
-    """Open the text and this rank's training batches. The workers that load the batches are not started yet.
+    """Open the run's data and this rank's training batches. The workers that load the batches are not started yet.
 
     Returns:
-        The settings, completed with the number of samples in [train] epochs; the text; and the batches.
+        The settings, with [train] epochs converted to a number of samples; the data; and the batches.
     """
     cfg = settings.cfg
     with startup.step("data") as step:

@@ -11,7 +11,7 @@ from dtmega.report.loads.columns import LoadColumns
 from dtmega.report.plots import INK, style
 
 MAX_PANELS = 64  # maximum number of layers that are drawn
-MAX_CELLS = 400_000  # maximum number of cells in all maps of a page; columns are joined to stay below it
+MAX_CELLS = 400_000  # maximum number of cells in all maps of a page; columns are joined to meet this limit
 MIN_COLUMNS = 25  # minimum number of columns that remain when columns are joined
 WIDE, NARROW = 4, 2  # maximum number of panels side by side, in a wide window and in a narrow window
 EXPERT_HEIGHT, MIN_HEIGHT, MAX_HEIGHT = 12, 60, 128  # pixels: height of an expert's row, limits of a panel's height
@@ -61,7 +61,7 @@ def heat_map(found: LoadColumns, max_cells: int = MAX_CELLS) -> str:
             row=1 + place // columns,
             col=1 + place % columns,
         )
-    # plotly numbers panels row by row in both layouts, so each trace refers to the same panel in both.
+    # plotly numbers panels row by row in both layouts, so each trace fits both layouts.
     narrow = _empty(found, layers, NARROW, NARROW_SIDE_GAP).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 

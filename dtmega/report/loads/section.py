@@ -11,7 +11,7 @@ from dtmega.report.run import Run
 from dtmega.training.records.loads import NAME
 
 MAX_LISTED = 30  # maximum number of experts that are listed for a layer
-SHOWN_LAYERS = 12  # number of layers shown unfolded
+SHOWN_LAYERS = 12  # number of layers that are not folded away
 HOW_TO_READ = (
     "A panel for each layer with experts, a row for each expert from 0 on, a column for some steps. The colour is the "
     "number of tokens that used the expert, as a multiple of the mean over its layer: the mean has the colour of the "
@@ -45,7 +45,7 @@ def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _unused(found: LoadColumns) -> list[str]:
-    """A table of the experts that no token used recently, as HTML; a sentence instead if every expert was used."""
+    """The HTML of a table of the experts that no token used recently, or of a sentence if there are no such experts."""
     first, last = found.first_recent, found.last_step
     steps = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}"
     rows = []

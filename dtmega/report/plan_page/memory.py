@@ -20,7 +20,7 @@ PANEL, GAP, EDGE = 300, 104, 90  # pixels
 NARROW_LEGEND = 160  # additional height of the legend in a narrow window, in pixels
 MAX_TICKS = 36  # maximum number of actions that are named below a panel
 FAR = 3  # the line of the memory limit is left out if the limit exceeds this multiple of the highest peak
-HEADROOM = 1.06  # height of a panel, divided by the highest value in it
+HEADROOM = 1.06  # ratio of a panel's height to the highest value in the panel
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 LIMIT, HELD = "the device's memory, minus the reserve", "held when the action ends"
 

@@ -20,7 +20,7 @@ from dtmega.report.run import layout_in_words
 from dtmega.report.units import binary, seconds, short
 from dtmega.report.units import duration as long_time
 
-SHOWN_OWNERS = 10  # number of owners shown unfolded
+SHOWN_OWNERS = 10  # number of owners that are not folded away
 FOOTER = "Written by <code>dtmega plan --page</code>. Zoom by dragging, back by a double click."
 MEMORY_NOTE = (
     "Each area has the height that it has at the peak of the action, so the top of all areas is the peak. The actions "
@@ -221,7 +221,7 @@ def _cost(budget: Budget) -> list[list[str]]:
 
 
 def _origin(answer: Answer) -> list[str]:
-    """The section with the command and the configuration behind the plan."""
+    """The section with the command and the configuration from which the plan was made."""
     out = ["<section><h2>Command and configuration</h2>"]
     if answer.command:
         out.append(f'<pre class="sample">{text(answer.command)}</pre>')

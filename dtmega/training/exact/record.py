@@ -3,10 +3,10 @@
     {"step": 1, "layout": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, ...}, "hosts": ["a", "b"]}     a start
     {"step": 1, "update": "77ae09c36b67f07a", "microbatches": ["9b2c6e02a76e0aa4", ...]}             a step
 
-The line of a start comes before the line of the start's first step, and lists the host of each rank. The line of a step
-has a digest (`fsdp/digests.py`) of the weights after the step, and a digest of each microbatch's rounded gradients, in
-the order of the global batch. The digests are equal on all data layouts. A resumed run removes the lines of the steps
-that it repeats, as in metrics.jsonl.
+Each start of the run writes a line that lists the host of each rank, before the line of its first step. The line of a
+step has a digest (`fsdp/digests.py`) of the weights after the step, and a digest of each microbatch's rounded
+gradients, in the order of the global batch. The digests are equal on all data layouts. A resumed run
+removes the lines of the steps that it repeats, as in metrics.jsonl.
 """
 
 from __future__ import annotations

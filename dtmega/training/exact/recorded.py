@@ -23,7 +23,7 @@ Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 class Start(BaseModel):
-    """The line of a start in digests.jsonl.
+    """A line in digests.jsonl that describes a start of the run.
 
     Attributes:
         step: first step after the start.
@@ -49,7 +49,7 @@ class Start(BaseModel):
 
 
 class Step(BaseModel):
-    """The line of a step in digests.jsonl.
+    """A line in digests.jsonl that describes a step.
 
     Attributes:
         step: number of the step.
@@ -135,7 +135,7 @@ class Comparison(Record):
         """Do nothing, because a replay opens no file."""
 
     def summary(self) -> str:
-        """A line that tells the user which steps are equal in every bit."""
+        """A line that tells the user which steps are bit-identical."""
         if not self._compared:
             return "no step was compared"
         first, last = self._compared[0], self._compared[-1]
@@ -179,6 +179,6 @@ def _add(recorded: Recorded, content: Mapping[str, object]) -> None:
 
 
 def _number(text: str) -> int:
-    """Convert 64 bits in hexadecimal to the int64 with these bits."""
+    """Convert a 64-bit value from hexadecimal to an int64 with an identical bit pattern."""
     bits = int(text, 16)
     return bits - 2**64 if bits >= 2**63 else bits
