@@ -112,7 +112,7 @@ class ExitStatus:
         self._path: Path | None = None
 
     def attach(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
-        """Read the last step and the newest checkpoint of the run in `folder`. Later calls of `write` use `folder`.
+        """Read the last step and the newest checkpoint of the run in `folder`. Later calls to `write` write there.
 
         If this attempt completes no step, the new `exit.json` holds the step and the checkpoint that this method read.
 

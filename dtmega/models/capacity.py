@@ -1,9 +1,9 @@
-"""Expert capacity: each expert takes a limited number of (token, expert) pairs per document; later pairs are dropped.
+"""Expert capacity: each expert accepts a limited number of (token, expert) pairs per document; later pairs are dropped.
 
 Let T be the number of tokens that count in a document (see below), f the capacity factor, k the number of experts per
-token, and E the number of experts. An expert takes at most ceil(f T k / E) pairs from the document, which is f times an
-even share. The expert takes the pairs at the earliest places. A token uses an expert at most once, so no two pairs of
-an expert have the same place. A later token never displaces an earlier token. In GShard, a later token may displace an
+token, and E the number of experts. An expert accepts at most ceil(f T k / E) pairs from the document, which is f times
+an even share. The expert accepts the pairs of the earliest tokens. A token uses an expert at most once, so no two pairs
+of an expert share a token. A later token never displaces an earlier token. In GShard, a later token may displace an
 earlier token, because all first choices come before all second choices. With `--moe-token-drop-policy probs`,
 Megatron's default, a later token may displace an earlier token as well. Only T depends on the whole document.
 

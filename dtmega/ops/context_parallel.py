@@ -60,7 +60,7 @@ class ContextParallel(NamedTuple):
         return _part(row, self.group.rank(), self.group.size(), dim=1, balanced=balanced).contiguous()
 
     def whole(self, part: Tensor, balanced: bool) -> Tensor:
-        """Join the ranks' parts into the tensor of the whole sequences, [B, S, ...], without a gradient."""
+        """Join the ranks' parts into one tensor of whole sequences, [B, S, ...], which carries no gradient."""
         # gloo cannot gather bools.
         numbers = part.to(torch.uint8) if part.dtype == torch.bool else part
         return _in_order(_all_gather(numbers, self.group), dim=1, balanced=balanced).to(part.dtype)

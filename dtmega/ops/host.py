@@ -81,7 +81,7 @@ def each(parts: Sequence[slice]) -> Iterable[slice]:
 
 @contextlib.contextmanager
 def answering(other: Host) -> Iterator[None]:
-    """Inside the `with` block, make the functions of this module use the host `other`."""
+    """Make the functions of this module use the host `other` inside the `with` block."""
     _hosts.append(other)
     try:
         yield

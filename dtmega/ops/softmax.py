@@ -1,7 +1,7 @@
 """The two passes of cross-entropy over the logits: first the peak and the sum of each row, then the derivatives.
 
 On a CPU, both passes process a few rows at a time. These rows and an fp32 scratch buffer stay in the core's cache from
-one pass to the next, so passes of plain operations are faster than torch's softmax and Inductor's kernels
+one pass to the next, so two passes of plain torch operations are faster than torch's softmax and Inductor's kernels
 (benchmarks/TIMINGS.md). On a GPU, two Inductor kernels read the logits of a whole chunk, so that no fp32 copy of the
 logits is ever stored.
 """

@@ -4,8 +4,8 @@
     plan.roles[0].peak.peak_bytes
 
 Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest parts. Each
-place of the pipeline therefore has one role. Places whose stages hold equal pieces share a role, which is planned for
-the place with the most microbatches in flight.
+pipeline position therefore has one role. Positions whose stages hold equal pieces share a role, which is planned for
+the position with the most microbatches in flight.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ class _Product(torch.autograd.Function):
     """The product x W^T + b as a node of the chain, with three outputs:
 
     - x W^T + b;
-    - a ticket: zeros in the shape of x that take no memory. In a compiled block, the ticket's gradient is x. The ticket
-      is None if x is kept or the weight is frozen, because backward then needs no gathered x;
+    - a ticket: a tensor of zeros in the shape of x, which takes no memory. In a compiled block, the ticket's gradient
+      is x. The ticket is None if x is kept or the weight is frozen, because backward then does not gather x;
     - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
       gradient of x.
 

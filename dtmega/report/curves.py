@@ -50,7 +50,7 @@ def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) 
 
 
 def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each bucket, the index in `values` at which the bucket's extreme first occurs.
+    """The index in `values` of the first occurrence of each bucket's extreme.
 
     Args:
         ufunc: function that finds an extreme: np.minimum for the smallest value, np.maximum for the largest.

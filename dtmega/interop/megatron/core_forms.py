@@ -179,7 +179,7 @@ def _args_of_llama(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_scaling(model: config.Model) -> None:
-    """Refuse a model whose scaling of rotary frequencies megatron-core's flags cannot express.
+    """Refuse a model if megatron-core's flags cannot express how the model scales its rotary frequencies.
 
     Raises:
         ValueError: the model scales its frequencies with values that differ from those in SCALING.

@@ -99,7 +99,7 @@ class Pairs(NamedTuple):
 
 
 def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
-    """Lay out all samples at once as [CLS] first [SEP] second [SEP], truncated to their targets and padded to S.
+    """Lay out all samples at once as [CLS] first [SEP] second [SEP], truncated to their target lengths and padded to S.
 
     Args:
         samples: the segments of B samples.

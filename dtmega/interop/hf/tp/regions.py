@@ -140,7 +140,7 @@ class StackBoundary(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """Style of the module that runs a stack: raises an error before a forward whose results would be wrong under tp.
+    """Parallel style of the module that runs a stack. It refuses a forward pass that tp would make wrong.
 
     Args:
         stack: the stack of blocks.

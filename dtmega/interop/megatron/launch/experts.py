@@ -252,7 +252,7 @@ def _check_counted_tokens(draft: Draft) -> None:
 
 
 def _check_layout(draft: Draft) -> None:
-    """Refuse a tensor-parallel size for experts that differs from the other layers' tensor-parallel size."""
+    """Refuse a launch script whose experts have a different tensor-parallel size than its other layers."""
     flag = "--expert-tensor-parallel-size"
     tp = draft.value("tensor-model-parallel-size")
     if flag in draft.command.values and draft.value("expert-tensor-parallel-size") != tp:
