@@ -111,10 +111,14 @@ def copied(take: Callable[[str], None]) -> Iterator[None]:
 
 
 def _handlers() -> set[logging.Handler]:
-    """The log handlers that print to this process's original stdout or stderr, such as torch's handlers."""
+    """The log handlers that hold this process's original stdout or stderr, such as torch's handlers.
+
+    A handler like `logging.lastResort`, which torch 2.14 uses, looks up `sys.stderr` for each line and holds no stream.
+    """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
-    return {handler for handler in handlers if getattr(handler, "stream", handler) in (sys.__stdout__, sys.__stderr__)}
+    originals = (sys.__stdout__, sys.__stderr__)
+    return {handler for handler in handlers if vars(handler).get("stream", handler) in originals}
 
 
 def say(text: str) -> None:

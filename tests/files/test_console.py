@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import pty
 import sys
@@ -131,6 +132,19 @@ def test_lines_are_copied_when_they_are_complete_and_printed_as_ever():
     assert taken[4:] == ["five"]
     assert out.getvalue() == "one 1!\nfour\nfive"
     assert err.getvalue() == "\ntwo\nand three\n"
+
+
+def test_a_log_handler_that_looks_up_stderr_for_each_line_is_left_alone_and_its_lines_are_copied():
+    taken: list[str] = []
+    logger = logging.getLogger("of a library")
+    assert logging.lastResort is not None
+    logger.addHandler(logging.lastResort)
+    try:
+        with contextlib.redirect_stderr(sys.__stderr__), console.copied(taken.append):
+            logger.error("a line")
+    finally:
+        logger.removeHandler(logging.lastResort)
+    assert taken == ["a line"]
 
 
 def test_progress_bars_are_not_copied_and_lines_that_are_printed_meanwhile_are():
