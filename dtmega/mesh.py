@@ -247,7 +247,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None for a CPU, because several ranks and other programs share its memory."""
+    """Memory of a GPU; None for a CPU, because several ranks and other programs share the CPU's memory."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

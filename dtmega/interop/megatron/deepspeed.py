@@ -47,7 +47,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def open_layers(folder: Path) -> Layers:
-    """Open all files in a `global_step...` folder except the optimizer's, without reading the tensors yet.
+    """Open all files in a `global_step...` folder except the optimizer's files, without reading the tensors yet.
 
     Raises:
         ValueError: a file is missing, is unexpected, is not part of a checkpoint, or disagrees with the other files.

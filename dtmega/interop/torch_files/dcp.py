@@ -182,7 +182,7 @@ class _Chunk(NamedTuple):
     item: _Item
 
 
-_Items = dict[tuple[str, "tuple[int, ...] | None"], _Item]  # by name and offsets; the offsets of a byte entry are None
+_Items = dict[tuple[str, "tuple[int, ...] | None"], _Item]  # key: name and offsets; a byte entry has None as offsets
 
 
 def _items(storage_data: dict[Any, Any]) -> _Items:

@@ -214,7 +214,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def summed_loss(model: Any, tokens: Tensor, labels: Tensor, **rows: Tensor) -> Tensor:
-    """The model's loss, summed over the labels. `rows` are further arguments of the model's forward."""
+    """The model's loss, summed over the labels. `rows` holds further arguments for the model's forward."""
     logits = model(input_ids=tokens, use_cache=False, **rows).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 

@@ -261,7 +261,7 @@ class Expander:
             fields.add_split(item)
 
     def _quoted_alternative(self, node: Node) -> Word | None:
-        """The quoted text in `${NAME:-"text"}`, which stays one word; None if the alternative is not one string."""
+        """The text in `${NAME:-"text"}`, which stays one word; None unless one quoted string follows `:-`."""
         inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
         if node.type == "expansion" and len(inner) == 1 and inner[0].type == "string":
             return self.string(inner[0])

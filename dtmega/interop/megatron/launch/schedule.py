@@ -40,7 +40,7 @@ def set_length(draft: Draft) -> None:
         return
     unknown = [unit for unit in given if draft.number(f"train-{unit}") is None]
     if unknown:
-        return  # `copy_values` has already left the number to the user
+        return  # `copy_values` has already left the run's length to the user
     in_tokens = {unit: converted(draft, draft.number(f"train-{unit}"), unit, "tokens") for unit in given}
     lengths = {unit: length for unit, length in in_tokens.items() if length is not None}
     if len(lengths) < len(given):
