@@ -181,11 +181,11 @@ PORTS = itertools.count(20_000)  # below the ports that the system gives to clie
 
 def free_port() -> int:
     """A port on which no program listens. No two runs get the same port, even if they start at the same time."""
-    for port in PORTS:
+    while True:
+        port = next(PORTS)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("unreachable: the ports are endless")
 
 
 def run(row: Row, n_ranks: int, keys: Keys, folder: Path) -> str:
@@ -301,6 +301,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=3 if GPU else 1, help="rows that run at the same time")
     args = parser.parse_args()
     chosen = [row for row in ROWS if not args.words or any(word in row.name for word in args.words)]
+    if not chosen:
+        parser.error(f"no row's name contains one of {', '.join(args.words)}")
     started_s = time.monotonic()
     wrong: list[str] = []
     skipped: list[str] = []
@@ -325,8 +327,11 @@ def main() -> int:
             if not right:
                 wrong.append(row.name)
 
-        run(Row(BASE, "bloom", FP32, []), 1, {"train.steps": 1}, folder / BASE)
-        write_mixture(folder / THEIRS)
+        needed = {row.model.get(key) for row in chosen for key in ("model.init_from", "model.path")}
+        if BASE in needed:
+            run(Row(BASE, "bloom", FP32, []), 1, {"train.steps": 1}, folder / BASE)
+        if THEIRS in needed:
+            write_mixture(folder / THEIRS)
         for waiting in [together.submit(one, number, row) for number, row in enumerate(chosen)]:
             waiting.result()
     if skipped:

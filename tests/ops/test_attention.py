@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -390,3 +391,32 @@ def test_slices_of_a_sequence_attend_to_all_keys_as_the_whole_does(documents, dr
         )
         out = A.attention(q[:, :, mine], k[:, :, keys], v[:, :, keys], rule, drop)
         torch.testing.assert_close(out, whole[:, :, mine], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "fused"), [(256, True), (257, False)])
+def test_only_heads_of_at_most_256_channels_run_in_flex_attention(width: int, fused: bool, monkeypatch):
+    places = torch.arange(8)[None]
+    rule = attention_rule(places, causal=True)
+    masked = rule._replace(strip=None, block_mask=block_mask(rule))
+    q, k, v = torch.randn(3, 1, 2, 8, width).unbind()
+    calls: list[Tensor] = []
+
+    def flex(q: Tensor, *_: Any) -> Tensor:
+        calls.append(q)
+        return q
+
+    monkeypatch.setattr(A, "_flex", flex)
+    # A soft cap needs the plain formula, as a learned bias does, wherever FlexAttention does not run.
+    out = A.attention(q, k, v, masked, softcap=3.0)
+    assert len(calls) == fused
+    if not fused:
+        torch.testing.assert_close(out, A.attention(q, k, v, rule, softcap=3.0))
+
+
+def test_flex_attention_is_compiled_so_that_backward_leaves_its_inputs_as_they_are(monkeypatch):
+    donates: list[bool] = []
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda: donates.append(functorch_config.donated_buffer))
+    A._compiled_flex.cache_clear()
+    A._compiled_flex()()
+    A._compiled_flex.cache_clear()
+    assert donates == [False]
