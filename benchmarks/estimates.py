@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py          # some 5 CPU minutes
 
-Each layout is planned for 8 pretended GPUs; models are cut to some layers, which changes no ratio.
+Each layout is planned for 8 fake GPUs; models are cut to some layers, which changes no ratio.
 """
 
 from __future__ import annotations

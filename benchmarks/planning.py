@@ -35,7 +35,7 @@ class Job(NamedTuple):
     Attributes:
         world_size: number of ranks.
         places: places in the pipeline.
-        device: the pretended device.
+        device: the fake device.
         keys: flags of the configuration.
     """
 

@@ -164,24 +164,24 @@ TORCH = {
         ("ops/optim/adam.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/pretend.py"),
+        ("interop/hf/initial.py", "planning/counting/autograd_sums.py", "planning/counting/fake_device.py"),
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
     ),
     "torch._C.DispatchKey.AutogradMeta": Private(
-        ("planning/counting/pretend.py",), "give composite operators their gradient on the meta device"
+        ("planning/counting/fake_device.py",), "give composite operators their gradient on the meta device"
     ),
     "torch._C.DispatchKey.CompositeImplicitAutograd": Private(
-        ("planning/counting/pretend.py",), "is an operator composite"
+        ("planning/counting/fake_device.py",), "is an operator composite"
     ),
     "torch._C.DispatchKey.Meta": Private(
-        ("planning/counting/pretend.py",), "has a composite operator a shape function"
+        ("planning/counting/fake_device.py",), "has a composite operator a shape function"
     ),
-    "torch._C._only_lift_cpu_tensors": Private(("planning/counting/pretend.py",), "the state before the next"),
+    "torch._C._only_lift_cpu_tensors": Private(("planning/counting/fake_device.py",), "the state before the next"),
     "torch._C._set_only_lift_cpu_tensors": Private(
-        ("planning/counting/pretend.py",), "torch.tensor(numbers, device=...) moves its numbers by an operator"
+        ("planning/counting/fake_device.py",), "torch.tensor(numbers, device=...) moves its numbers by an operator"
     ),
     "torch._C._storage_Use_Count": Private(
         ("planning/counting/autograd_sums.py",), "does only the engine hold a gradient"
@@ -190,7 +190,7 @@ TORCH = {
         ("planning/counting/recorder.py",), 'a message of the "fake" process group, whose wait is noted'
     ),
     "torch.ops.aten._to_copy.default": Private(("planning/counting/compiled.py",), "Inductor fuses it"),
-    "torch._decomp": Private(("planning/counting/pretend.py",), "the table of shape functions"),
+    "torch._decomp": Private(("planning/counting/fake_device.py",), "the table of shape functions"),
     "torch._dynamo.backends.common.aot_autograd": Private(
         ("planning/counting/compiled.py",), "a backend that runs AOT's graphs as they are"
     ),
@@ -198,9 +198,9 @@ TORCH = {
         ("ops/attention.py",), "no number of kernels after which a function would run uncompiled"
     ),
     "torch._dynamo.decorators": Private(
-        ("planning/counting/pretend.py",), "Dynamo reads `_make_subclass` when it is imported"
+        ("planning/counting/fake_device.py",), "Dynamo reads `_make_subclass` when it is imported"
     ),
-    "torch._dynamo.polyfills.loader": Private(("planning/counting/pretend.py",), "the same"),
+    "torch._dynamo.polyfills.loader": Private(("planning/counting/fake_device.py",), "the same"),
     "torch._dynamo.reset": Private(
         ("planning/counting/compiled.py",), "forget graphs of another backend; torch.compiler.reset also needs Inductor"
     ),
@@ -216,9 +216,9 @@ TORCH = {
     "torch._guards.TracingContext": Private(
         ("planning/counting/recorder.py",), "is a graph being made, so that nothing runs"
     ),
-    "torch._ops.OpOverload": Private(("planning/counting/pretend.py",), "which entries of a table are operators"),
+    "torch._ops.OpOverload": Private(("planning/counting/fake_device.py",), "which entries of a table are operators"),
     "torch._ops.OperatorBase._dispatch_cache": Private(
-        ("planning/counting/pretend.py",), "forget the kernel that an operator had before"
+        ("planning/counting/fake_device.py",), "forget the kernel that an operator had before"
     ),
     "torch._ops.OpOverload._overloadpacket": Private(
         ("planning/counting/launches.py",), "an operator's name, by which torch counts FLOPs"
@@ -232,14 +232,14 @@ TORCH = {
     "torch.ops.aten._grouped_mm": Private(
         ("planning/counting/kernels.py",), "the operator behind `torch.nn.functional.grouped_mm`"
     ),
-    "torch._subclasses.fake_tensor": Private(("planning/counting/pretend.py",), "tensors without memory"),
+    "torch._subclasses.fake_tensor": Private(("planning/counting/fake_device.py",), "tensors without memory"),
     "torch.utils._python_dispatch._disable_current_modes": Private(
         ("planning/counting/tapes.py",), "make the results of a replayed graph, unseen by the plan's observer"
     ),
     "torch._subclasses.fake_tensor.FakeTensor": Private(
         (
             "planning/counting/autograd_sums.py",
-            "planning/counting/pretend.py",
+            "planning/counting/fake_device.py",
             "planning/counting/recording.py",
             "planning/counting/tapes.py",
         ),
@@ -249,7 +249,7 @@ TORCH = {
         (
             "planning/counting/autograd_sums.py",
             "planning/counting/kernels.py",
-            "planning/counting/pretend.py",
+            "planning/counting/fake_device.py",
             "planning/counting/tapes.py",
         ),
         "the same",
@@ -267,13 +267,14 @@ TORCH = {
         ("planning/counting/role.py",), "the memory of a shard"
     ),
     "torch.distributed.pipelining.schedules._PipelineSchedule": Private(
-        ("planning/counting/pretend.py",), "holder of a vote that a plan leaves out"
+        ("planning/counting/fake_device.py",), "holder of a vote that a plan leaves out"
     ),
     "torch.distributed.pipelining.PipelineStage._inference_mode": Private(
-        ("planning/counting/pretend.py",), "the result of that vote"
+        ("planning/counting/fake_device.py",), "the result of that vote"
     ),
     "torch.distributed.tensor.DTensor._local_tensor": Private(
-        ("planning/counting/ledger.py", "planning/counting/pretend.py"), "a part without an operator that a mode sees"
+        ("planning/counting/ledger.py", "planning/counting/fake_device.py"),
+        "a part without an operator that a mode sees",
     ),
     "torch.distributed.tensor.placement_types.Shard._split_tensor": Private(
         ("ops/shards.py",), "the parts of a dimension as DTensor cuts it"
@@ -281,12 +282,12 @@ TORCH = {
     "torch.nn.Module._call_impl": Private(("planning/counting/recorder.py",), "call a block, noting that it computes"),
     "torch.nn.Module._compiled_call_impl": Private(("planning/counting/recorder.py",), "the same for compiled blocks"),
     "torch.ops._c10d_functional.wait_tensor.default": Private(
-        ("planning/counting/pretend.py",), "hand on the tensor itself"
+        ("planning/counting/fake_device.py",), "hand on the tensor itself"
     ),
-    "torch.Tensor._make_subclass": Private(("planning/counting/pretend.py",), "let C++ see the meta device"),
+    "torch.Tensor._make_subclass": Private(("planning/counting/fake_device.py",), "let C++ see the meta device"),
     "torch.Tensor._use_count": Private(("planning/counting/autograd_sums.py",), "does only the engine hold a gradient"),
     "torch.testing._internal.distributed.fake_pg.FakeStore": Private(
-        ("planning/counting/pretend.py",), "a process group of one process"
+        ("planning/counting/fake_device.py",), "a process group of one process"
     ),
     "torch.UntypedStorage._cdata": Private(
         (

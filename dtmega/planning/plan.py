@@ -100,7 +100,7 @@ def plan_job(
     Args:
         cfg: configuration of the job, complete and checked for this layout (`checks.check`).
         sizes: resolved size of each mesh axis.
-        device: pretended device of every rank.
+        device: fake device of every rank.
         on_role: function that is called before each role is planned, with the number of roles planned so far and the
             number of all roles.
         run_role: function that runs `plan_role`; None for `in_own_process`.

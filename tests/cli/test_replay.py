@@ -57,7 +57,7 @@ def replayed(argv: list[str], processor: str = "") -> tuple[int, str]:
 
     Args:
         argv: arguments of the command.
-        processor: pretended kind of this machine's processor; '' for the real one.
+        processor: fake kind of this machine's processor; '' for the real one.
     """
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at

@@ -209,7 +209,7 @@ def planned(values: dict[str, Any], device: torch.device, shorter: bool = False,
 
     Args:
         values: the configuration.
-        device: the pretended device.
+        device: the fake device.
         shorter: True to run fewer microbatches and to extrapolate, as `plan_job` does.
         imbalance: load of this rank's experts, as a multiple of the mean of its ep group.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dtmega.planning.counting.pretend import pretending
+from dtmega.planning.counting.fake_device import on_fake_device
 
 CPU = torch.device("cpu")
 GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -64,7 +64,7 @@ def test_the_engine_adds_in_place_in_a_plan_where_it_does_on_real_tensors(name: 
     real = [event.name for event in profiled.events() or () if event.name in ("aten::add", "aten::add_")]
 
     sums = Sums()
-    with pretending(CPU, 0, 1, sums) as pretended, pretended.holding_everything():
+    with on_fake_device(CPU, 0, 1, sums) as fake_device, fake_device.holding_everything():
         x = torch.ones(2, 3, requires_grad=True)
         loss = GRAPHS[name](x * 1)
         sums.names.clear()

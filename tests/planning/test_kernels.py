@@ -20,7 +20,7 @@ N_ROWS, N_HEADS, N_TOKENS, SIZE = 2, 4, 24, 16
 
 @contextlib.contextmanager
 def on_gpu(tp: int = 1) -> Iterator[Recorder]:
-    """A recorder on a pretended GPU with its kernels."""
+    """A recorder on a fake GPU with its kernels."""
     with recording() as recorder, kernels.without_values(tp):
         yield recorder
 

@@ -39,7 +39,7 @@ class Planned(NamedTuple):
 
 @pytest.fixture(scope="module")
 def small_plan() -> Plan:
-    """The plan of two ranks on pretended GPUs."""
+    """The plan of two ranks on fake GPUs."""
     laid_out = job.lay_out(config.load(KEYS), 2, job.machine_of("cuda"))
     return plan_job(laid_out.cfg, laid_out.sizes, laid_out.machine.device)
 

@@ -1,4 +1,4 @@
-"""planning/counting/recorder.py: what waits for a message, and which tensors take memory, on a pretended GPU."""
+"""planning/counting/recorder.py: what waits for a message, and which tensors take memory, on a fake GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtmega.ops import host
 from dtmega.ops.softmax import slices
 from dtmega.planning.counting import compiled
-from dtmega.planning.counting.pretend import pretending
+from dtmega.planning.counting.fake_device import on_fake_device
 from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.work import Work
 
@@ -28,13 +28,13 @@ def recording() -> Iterator[Recorder]:
     """A recorder in a phase of a step, on the first of two ranks."""
     recorder = Recorder(GPU)
     with (
-        pretending(GPU, 0, 2, recorder) as pretended,
+        on_fake_device(GPU, 0, 2, recorder) as fake_device,
         compiled.counted(recorder),
         recorder.waits_for_messages(),
     ):
-        recorder.streams = pretended.streams
+        recorder.streams = fake_device.streams
         recorder.name_groups({})
-        pretended.stepping = True
+        fake_device.stepping = True
         recorder.enter("test")
         yield recorder
 

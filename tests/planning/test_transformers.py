@@ -1,4 +1,4 @@
-"""Plans of transformers' models, on CPUs and on pretended GPUs, against the same ranks that really run over gloo."""
+"""Plans of transformers' models, on CPUs and on fake GPUs, against the same ranks that really run over gloo."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(name: str, device: torch.device, compiled: bool = False) -> tuple[list[r
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in LAYOUTS]
 )
-def test_a_pretended_gpu_holds_and_sends_what_a_real_rank_does(name: str):
+def test_a_fake_gpu_holds_and_sends_what_a_real_rank_does(name: str):
     reals, roles = run(name, GPU, compiled=name not in ALWAYS)
     _, _, keys = LAYOUTS[name]
     for rank, (real, role) in enumerate(zip(reals, roles, strict=True)):
@@ -61,7 +61,7 @@ def test_a_pretended_gpu_holds_and_sends_what_a_real_rank_does(name: str):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_pretended_cpu_holds_sends_and_peaks_as_a_real_rank(name: str):
+def test_a_fake_cpu_holds_sends_and_peaks_as_a_real_rank(name: str):
     reals, roles = run(name, CPU)
     _, _, keys = LAYOUTS[name]
     assert_alike(reals, roles, keys)

@@ -1,1 +1,1 @@
-"""Count the work of one rank: run the rank's real step on a pretended device and watch every operator (`role.py`)."""
+"""Count the work of one rank: run the rank's real step on a fake device and watch every operator (`role.py`)."""

@@ -1,4 +1,4 @@
-"""Stand-ins that compute no values, for kernels that torch would replace or refuse on a pretended device.
+"""Stand-ins that compute no values, for kernels that torch would replace or refuse on a fake device.
 
 The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
 stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the

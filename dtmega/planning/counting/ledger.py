@@ -1,4 +1,4 @@
-"""A ledger of the bytes on a pretended device: the bytes of each owner, now and at the peak of each action."""
+"""A ledger of the bytes on a fake device: the bytes of each owner, now and at the peak of each action."""
 
 from __future__ import annotations
 

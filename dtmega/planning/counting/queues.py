@@ -1,4 +1,4 @@
-"""The pretended device's streams and events, which run nothing and only record what each work item waits for."""
+"""The fake device's streams and events, which run nothing and only record what each work item waits for."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Event:
 
 
 class Streams:
-    """The streams of one pretended device.
+    """The streams of one fake device.
 
     Attributes:
         default: stream on which kernels run unless the program chooses a different stream.

@@ -1,4 +1,4 @@
-"""Record everything that one rank does on a pretended device: its memory by owner, and its work in order."""
+"""Record everything that one rank does on a fake device: its memory by owner, and its work in order."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LETTERS = {"forward": "F", "backward": "B", "backward-inputs": "I", "backward-we
 
 
 class Recorder:
-    """The observer of one rank (`pretend.Observer`), which also listens to the phases and ranges of the step.
+    """The observer of one rank (`fake_device.Observer`), which also listens to the phases and ranges of the step.
 
     Args:
-        device: pretended device.
+        device: fake device.
 
     Attributes:
         ledger: memory by owner.

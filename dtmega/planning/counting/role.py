@@ -1,4 +1,4 @@
-"""Run the real `parallelize` and `train_step` of one rank on a pretended device. Report the rank's memory and work.
+"""Run the real `parallelize` and `train_step` of one rank on a fake device. Report the rank's memory and work.
 
 A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents them all.
 """
@@ -26,8 +26,8 @@ from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.ops.shards import local
 from dtmega.planning.counting import compiled, kernels, masks
+from dtmega.planning.counting.fake_device import FakeDevice, on_fake_device
 from dtmega.planning.counting.ledger import Span
-from dtmega.planning.counting.pretend import Pretended, pretending
 from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.work import Work
 from dtmega.training.parallelize import ShardedModel, parallelize
@@ -104,7 +104,7 @@ def plan_role(
         cfg: configuration of the run, complete and checked for this layout.
         sizes: resolved size of each mesh axis.
         rank: number of the rank.
-        device: pretended device.
+        device: fake device.
         n_microbatches: number of microbatches in the second step.
         n_shorter: number of microbatches in the first step; None for `n_microbatches`.
         imbalance: load of this rank's experts, as a multiple of the mean load in the rank's ep group.
@@ -117,7 +117,7 @@ def plan_role(
     n_ranks = math.prod(sizes.values())
     with (
         _keeping_circles(),
-        pretending(device, rank, n_ranks, recorder, true_share=share, imbalance=imbalance) as pretended,
+        on_fake_device(device, rank, n_ranks, recorder, true_share=share, imbalance=imbalance) as fake_device,
         compiled.counted(recorder),
         kernels.without_values(experts_over=sizes["tp"] if cfg.model.directory else 1),
         masks.of_rows(cfg),
@@ -125,10 +125,10 @@ def plan_role(
         recorder.exchanges_of_fsdp(),
         recorder.waits_for_messages(),
     ):
-        recorder.streams = pretended.streams
+        recorder.streams = fake_device.streams
         world = mesh.start(device, dict(sizes), ep=cfg.mesh.ep)
         recorder.name_groups(world.groups)
-        with _allocating(cfg, pretended):
+        with _allocating(cfg, fake_device):
             model = parallelize(cfg, world)
         recorder.name_groups(world.groups)
         optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
@@ -140,8 +140,8 @@ def plan_role(
         # have no values.
         _ = model.unseen_elements
         recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
-        with pretended.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
-            pretended.stepping = device.type != "cpu"
+        with fake_device.holding_everything() if device.type == "cpu" else contextlib.nullcontext():
+            fake_device.stepping = device.type != "cpu"
             make_moments(model, optimizer)
             for n in numbers:
                 with recorder.owning(ROWS):
@@ -153,7 +153,7 @@ def plan_role(
                 held = {owner: n_bytes for owner, n_bytes in recorder.ledger.owners.items() if n_bytes}
                 ends.append((held, recorder.ledger.spans))
         (held_shorter, shorter), (held, spans) = ends
-        skipped = tuple(pretended.skipped)
+        skipped = tuple(fake_device.skipped)
     return Role(
         rank=rank,
         n_microbatches=n_microbatches,
@@ -198,16 +198,16 @@ def _keeping_circles() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _allocating(cfg: config.Config, pretended: Pretended) -> Iterator[None]:
-    """Inside the `with` block, make the model family allocate fake tensors, even on a pretended CPU."""
+def _allocating(cfg: config.Config, fake_device: FakeDevice) -> Iterator[None]:
+    """Inside the `with` block, make the model family allocate fake tensors, even on a fake CPU."""
     kind = type(families.of(cfg.model))
     allocate = kind.allocate
 
     def allocate_fake(*args: Any) -> None:
-        with pretended.holding_everything():
+        with fake_device.holding_everything():
             allocate(*args)
 
-    if pretended.device.type != "cpu":
+    if fake_device.device.type != "cpu":
         yield
         return
     with patch.object(kind, "allocate", allocate_fake):

@@ -1,4 +1,4 @@
-"""Replacements for torch.cuda functions, for a pretended GPU.
+"""Replacements for torch.cuda functions, for a fake GPU.
 
 This module imports no part of Dynamo, because Dynamo keeps the functions that torch.cuda had when Dynamo was imported.
 """
@@ -17,7 +17,7 @@ SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 
 # The properties of a Hopper GPU that the trainer, torch and Triton read.
 PROPERTIES = SimpleNamespace(
-    name="pretended GPU",
+    name="fake GPU",
     major=9,
     minor=0,
     multi_processor_count=132,
@@ -34,7 +34,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def answers_of_cuda(streams: Streams) -> dict[str, Callable[..., Any] | type]:
-    """Replacements for the functions of torch.cuda that the trainer and torch call, for one pretended device.
+    """Replacements for the functions of torch.cuda that the trainer and torch call, for one fake device.
 
     Args:
         streams: streams of the device.

@@ -169,7 +169,7 @@ def search(
         memory_bytes: memory of a device.
         reserve_bytes: part of the memory that tensors cannot use.
         top: number of layouts to plan.
-        device: pretended device of every rank; None for a GPU.
+        device: fake device of every rank; None for a GPU.
         on_progress: function that is called repeatedly while the search runs.
         imbalance: largest load of a rank's experts in the plans with ep, as a multiple of the mean load in the rank's
             ep group; at most the size of the group. Estimates assume even loads.

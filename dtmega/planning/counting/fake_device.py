@@ -1,10 +1,10 @@
-"""A pretended device and pretended ranks: tensors have shapes, dtypes and a device, but no memory and no values.
+"""A fake device and fake ranks: tensors have shapes, dtypes and a device, but no memory and no values.
 
-    with pretending(torch.device("cuda", 0), rank=0, world_size=384, observer=observer):
+    with on_fake_device(torch.device("cuda", 0), rank=0, world_size=384, observer=observer):
         x = torch.empty(8, 8, device="cuda:0", requires_grad=True)      # without a GPU, and without CUDA
         (x @ x).sum().backward()
 
-Tensors on the pretended device are torch's fake tensors, and the process group is torch's "fake" process group, which
+Tensors on the fake device are torch's fake tensors, and the process group is torch's "fake" process group, which
 completes every collective immediately. An observer is informed of every operator.
 
 torch's autograd engine reads a tensor's device in C++. If that device were a GPU, the engine would need a build of
@@ -41,7 +41,7 @@ from dtmega.planning.counting.torch_cuda import answers_of_cuda
 
 
 class Observer(Protocol):
-    """The interface of an object that observes everything that runs on the pretended device."""
+    """The interface of an object that observes everything that runs on the fake device."""
 
     def launched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record an operator that was launched."""
@@ -56,16 +56,16 @@ class Observer(Protocol):
         ...
 
 
-class Pretended:
-    """The state of a pretended device.
+class FakeDevice:
+    """The state of a fake device.
 
     Attributes:
-        device: pretended device.
-        fake: `FakeTensorMode` that creates the pretended device's tensors.
+        device: fake device.
+        fake: `FakeTensorMode` that creates the fake device's tensors.
         skipped: one sentence for each check that was skipped because it needs values.
         sums: recognizer of gradient additions that the autograd engine would do in place on a real device.
         streams: streams of the device.
-        everything: whether to make fake tensors even if the program names no device. On a pretended CPU, this flag
+        everything: whether to make fake tensors even if the program names no device. On a fake CPU, this flag
             separates the tensors of the model from the tensors of the program around the model.
         stepping: whether a step is running. A step makes no tensors on the real meta device.
     """
@@ -119,11 +119,11 @@ class Pretended:
 
 
 class _Watching(TorchDispatchMode):
-    """Sends every operator through the pretended device. This is an infrastructure mode, so Dynamo stays enabled."""
+    """Sends every operator through the fake device. This is an infrastructure mode, so Dynamo stays enabled."""
 
-    def __init__(self, pretended: Pretended) -> None:
+    def __init__(self, fake_device: FakeDevice) -> None:
         super().__init__()
-        self._pretended = pretended
+        self._fake_device = fake_device
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -132,32 +132,32 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
-        return self._pretended.run(func, args, kwargs or {})
+        return self._fake_device.run(func, args, kwargs or {})
 
 
 class PlannedHost(host.Host):
     """The host of a plan. Wherever a real host reads a value from the device, this host gets 1 or True.
 
     Args:
-        pretended: pretended device.
+        fake_device: fake device.
         true_share: assumed share of true elements in each mask that the program passes to `true_indices`.
         imbalance: number of rows that the rank receives, divided by the number of rows that it sends.
     """
 
-    def __init__(self, pretended: Pretended, true_share: float, imbalance: float) -> None:
-        self._pretended = pretended
+    def __init__(self, fake_device: FakeDevice, true_share: float, imbalance: float) -> None:
+        self._fake_device = fake_device
         self._true_share = true_share
         self._imbalance = imbalance
 
     def must_skip(self, check: str) -> bool:
-        if check not in self._pretended.skipped:
-            self._pretended.skipped.append(check)
+        if check not in self._fake_device.skipped:
+            self._fake_device.skipped.append(check)
         return True
 
     def read(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return tensor.cpu()
-        with self._pretended.holding_everything(False):
+        with self._fake_device.holding_everything(False):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def read_sizes(self, sizes: Tensor, total: int) -> Tensor:
@@ -165,7 +165,7 @@ class PlannedHost(host.Host):
             return sizes.cpu()
         n_ranks = sizes.shape[1]
         rows = [_evenly(total, n_ranks), _evenly(round(total * self._imbalance), n_ranks)]
-        with self._pretended.holding_everything(False):
+        with self._fake_device.holding_everything(False):
             return torch.tensor(rows, dtype=sizes.dtype, device="cpu")
 
     def each(self, parts: Sequence[slice]) -> Iterator[slice]:
@@ -173,7 +173,7 @@ class PlannedHost(host.Host):
         for part in parts:
             times = lengths.pop(part.stop - part.start, 0)
             if times:
-                with self._pretended.repeated(times):
+                with self._fake_device.repeated(times):
                     yield part
 
     def true_indices(self, mask: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _evenly(total: int, n_parts: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def pretending(
+def on_fake_device(
     device: torch.device,
     rank: int,
     world_size: int,
@@ -196,22 +196,22 @@ def pretending(
     *,
     true_share: float = 1.0,
     imbalance: float = 1.0,
-) -> Iterator[Pretended]:
-    """Inside the `with` block, pretend to be one rank of a job on a device that need not exist.
+) -> Iterator[FakeDevice]:
+    """Inside the `with` block, be one rank of a job on a device that need not exist.
 
     Args:
-        device: pretended device, "cuda:0" or "cpu".
+        device: fake device, "cuda:0" or "cpu".
         rank: number of the rank.
         world_size: number of ranks in the job.
         observer: observer that is informed of all operators.
         true_share, imbalance: arguments of `PlannedHost`.
     """
-    pretended = Pretended(device, observer)
+    fake_device = FakeDevice(device, observer)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, n_bytes: int) -> Any:
         result = resize(storage, n_bytes)
-        pretended.resized(storage)
+        fake_device.resized(storage)
         return result
 
     # At the first `with torch.device(...)`, torch lists the functions that the device mode changes. Enter the mode once
@@ -223,19 +223,19 @@ def pretending(
         stack.enter_context(_fixed_messages_at_start())
         stack.enter_context(sent.holding_tensors(device))
         if device.type == "cuda":
-            for name, answer in answers_of_cuda(pretended.streams).items():
+            for name, answer in answers_of_cuda(fake_device.streams).items():
                 stack.enter_context(patch.object(torch.cuda, name, answer))
-            stack.enter_context(_meta_in_autograd(pretended))
+            stack.enter_context(_meta_in_autograd(fake_device))
             stack.enter_context(_gradients_of_composites())
-        stack.enter_context(host.answering(PlannedHost(pretended, true_share, imbalance)))
+        stack.enter_context(host.answering(PlannedHost(fake_device, true_share, imbalance)))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(_Watching(pretended))
-        yield pretended
+        stack.enter_context(_Watching(fake_device))
+        yield fake_device
 
 
 @contextlib.contextmanager
-def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
+def _meta_in_autograd(fake_device: FakeDevice) -> Iterator[None]:
     """Make fake tensors show the meta device to C++ and a GPU to Python."""
     make = Tensor._make_subclass
     dispatch = FakeTensorMode.dispatch
@@ -245,13 +245,13 @@ def _meta_in_autograd(pretended: Pretended) -> Iterator[None]:
         # torch's composite operators pass on the device that C++ reads from a tensor.
         if kwargs and kwargs.get("device") == torch.device("meta"):
             is_of_tensor = any(isinstance(each, FakeTensor) and each.is_cuda for each in args)
-            if is_of_tensor or pretended.stepping:
-                kwargs = kwargs | {"device": pretended.device}
+            if is_of_tensor or fake_device.stepping:
+                kwargs = kwargs | {"device": fake_device.device}
         return dispatch(mode, operator, types, args, kwargs)
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # C++ would ask CUDA for the number of the current GPU.
-        args = tuple(pretended.device if each in ("cuda", torch.device("cuda")) else each for each in args)
+        args = tuple(fake_device.device if each in ("cuda", torch.device("cuda")) else each for each in args)
         return move(tensor, *args, **kwargs)
 
     def make_on_meta(*args: Any, **kwargs: Any) -> Any:
