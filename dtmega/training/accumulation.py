@@ -42,27 +42,32 @@ def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int 
 def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
     """The bytes of unsharded gradients in the [precision] reduce dtype, on the pipeline rank with the most gradients.
 
-    Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. Some
-    vectors stay whole on every tp rank, but this estimate divides all parameters by tp.
+    Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. With ep, a
+    rank has 1 / ep of each expert module. Some vectors stay whole on every tp rank, but this estimate divides all
+    parameters by tp.
     """
     with torch.device("meta"):
         whole = families.build(cfg)
+    of_experts = {parameter for module in whole.experts() for parameter in module.parameters()}
+
+    def n_trained(parameters: Iterable[nn.Parameter]) -> int:
+        """Count the elements that a rank trains, before tp. A parameter that occurs several times counts once."""
+        trained = {parameter for parameter in parameters if parameter.requires_grad}
+        n_divided = sum(parameter.numel() for parameter in trained & of_experts)
+        n_whole = sum(parameter.numel() for parameter in trained - of_experts)
+        return n_whole + n_divided // cfg.mesh.ep
+
     if sizes["pp"] == 1:
-        most = _n_trained(whole.parameters())
+        most = n_trained(whole.parameters())
     else:
         cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), sizes["pp"])
         parts = whole.parts()
         of_stage = []
         for pieces in cut.pieces:
             modules = [module for piece in pieces for module in parts[piece]]
-            of_stage.append(_n_trained(p for module in modules for p in module.parameters(recurse=False)))
+            of_stage.append(n_trained(p for module in modules for p in module.parameters(recurse=False)))
         most = max(sum(of_stage[number] for number in stages) for stages in cut.ranks)
     return -(-most // sizes["tp"]) * getattr(torch, cfg.precision.reduce).itemsize
-
-
-def _n_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """Count the elements of the trained parameters. A parameter that occurs several times counts once."""
-    return sum(parameter.numel() for parameter in set(parameters) if parameter.requires_grad)
 
 
 def with_accumulation(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> config.Config:

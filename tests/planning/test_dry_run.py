@@ -58,9 +58,9 @@ def planned(monkeypatch) -> Plan:
     role = Role(0, 4, held, [Span("0F0", 7 * MIB, held, 7 * MIB), span], [], 4, {}, [])
     plan = Plan(laid_out.cfg, laid_out.sizes, laid_out.machine.device, 4, None, [], {0: role}, 4)
 
-    def answered(cfg: Any, sizes: Any, device: Any, on_role: Any) -> Plan:
+    def answered(cfg: Any, sizes: Any, device: Any, on_role: Any, imbalance: float) -> Plan:
         cfg = cfg.model_copy(update={"run": plan.cfg.run, "data": plan.cfg.data})
-        return stand_in(plan)(cfg, sizes, device, on_role)
+        return stand_in(plan)(cfg, sizes, device, on_role, imbalance)
 
     monkeypatch.setattr(dry_run, "plan_job", answered)
     return plan
@@ -103,6 +103,7 @@ REFUSED = {
     "recompute": ["--world", "2", "--mesh.pp", "2", "--recompute.mode", "selective", "--compile.enable", "true"],
     "fabric": ["--world", "2", "--fabric", "h100-ip"],
     "memory": ["--world", "2", "--memory", "80GiBs"],
+    "imbalance": ["--world", "2", "--imbalance", "1.5"],
 }
 
 
@@ -112,6 +113,31 @@ def test_a_plan_is_refused_with_the_words_of_training(case: str, arguments: list
     assert (code, out) == (exit_codes.REFUSED, "")
     assert command(["plan", *arguments, *REFUSED[case]]) == exit_codes.REFUSED
     assert capsys.readouterr().err.replace("dtmega plan: ", "dtmega: ") == err
+
+
+MIXTURE = ["--world", "2", "--model.name", "moe", "--model.n_experts", "4", "--mesh.dp_shard", "2", "--mesh.ep", "2"]
+
+
+def test_a_dry_run_plans_the_load_that_it_is_asked_for(arguments: list[str], monkeypatch, capsys):
+    planned = []
+
+    def keep(*_arguments: Any, imbalance: float) -> Plan:
+        planned.append(imbalance)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(dry_run, "plan_job", keep)
+    dry([*arguments, *MIXTURE, "--imbalance", "1.5"], capsys)
+    assert planned == [1.5]
+
+
+def test_a_load_above_all_tokens_of_the_group_is_refused(arguments: list[str], capsys):
+    code, _, err = dry([*arguments, *MIXTURE, "--imbalance", "3"], capsys)
+    assert (code, "expected 1 (even) to ep=2" in err) == (exit_codes.REFUSED, True)
+
+
+def test_a_load_that_is_no_number_is_refused(arguments: list[str], capsys):
+    code, _, err = dry([*arguments, "--imbalance", "much"], capsys)
+    assert (code, err) == (exit_codes.REFUSED, "dtmega: --imbalance much: expected a number of 1 or more (--dry-run)\n")
 
 
 def test_missing_data_is_refused_as_in_training(arguments: list[str], capsys):

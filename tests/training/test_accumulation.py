@@ -65,6 +65,15 @@ def test_a_tied_weight_counts_on_each_of_a_ranks_stages_and_a_frozen_one_nowhere
     assert whole_gradient_bytes(cfg, sizes(pp=2, dp_shard=2)) == 4 * layers
 
 
+def test_a_rank_has_the_gradients_of_its_own_share_of_the_experts():
+    layers, ffn, hidden, n_experts = 48, 768, 2048, 128
+    experts = layers * n_experts * 3 * hidden * ffn
+    whole = ["--config", "qwen3-30b-a3b.toml", "--mesh.dp_shard", "4"]
+    rest = whole_gradient_bytes(config.load(whole), sizes(dp_shard=4)) - 4 * experts
+    divided = config.load([*whole, "--mesh.ep", "2"])
+    assert whole_gradient_bytes(divided, sizes(dp_shard=4)) == rest + 4 * experts // 2
+
+
 def test_auto_is_sharded_where_whole_gradients_take_more_than_a_tenth_of_a_gpu():
     cfg = small()
     whole_bytes = 4 * sum(p.numel() for p in families.build(cfg).parameters())

@@ -17,12 +17,12 @@ from dtmega.distributed.agreement import Refused, Startup
 from dtmega.files import console
 from dtmega.ops import cost
 from dtmega.planning.answers import text
-from dtmega.planning.answers.job import Job, Machine, machine_of, priced, with_dtype
+from dtmega.planning.answers.job import Job, Machine, check_imbalance, machine_of, priced, with_dtype
 from dtmega.planning.plan import plan_job
 from dtmega.training import accumulation, start
 
 FLAG = "--dry-run"
-OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve")
+OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve", "--imbalance")
 Elsewhere = tuple[int, torch.device, int | None] | None  # the same tuple as in `start.read_configuration`
 INTERRUPTED = 130  # exit code that shells report for a process that SIGINT ended: 128 + 2
 FIRST = "dry run: nothing was started or written"
@@ -43,13 +43,21 @@ def _run(argv: list[str], startup: Startup) -> int:
     with startup.step("options of the dry run"):
         given, rest = separate(argv)
         elsewhere, machine = read_options(given, rest, startup.size)
+        imbalance = read_imbalance(given)
     settings = start.read_configuration(rest, startup, elsewhere)
     settings, opened, batches = start.open_data(settings, startup)
     batches.close()
     with startup.step("plan") as step:
+        check_imbalance(imbalance, settings.cfg.mesh.ep)
         if startup.rank == 0:
-            job = priced(Job(with_dtype(settings.cfg, settings.device), settings.sizes, machine))
-            plan = plan_job(job.cfg, job.sizes, machine.device, lambda done, n: _progress(startup, done, n))
+            job = priced(Job(with_dtype(settings.cfg, settings.device), settings.sizes, machine, imbalance))
+            plan = plan_job(
+                job.cfg,
+                job.sizes,
+                machine.device,
+                lambda done, n: _progress(startup, done, n),
+                imbalance=job.imbalance,
+            )
             lines = [FIRST, f"data: {console.counted(opened.samples('train').n_tokens, 'training token')}"]
             lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
             print(text.dry_run(job, plan, cost.n_parameters(settings.pieces), [*lines, *opened.notes]), flush=True)
@@ -94,6 +102,22 @@ def separate(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             raise ValueError(f"{flag} needs a value (--dry-run)")
         given[flag] = value
     return given, rest
+
+
+def read_imbalance(given: dict[str, str]) -> float:
+    """The largest load of a rank's experts, as a multiple of the mean load; 1 without --imbalance.
+
+    Args:
+        given: name of each option -> text of its value.
+
+    Raises:
+        ValueError: the value is not a number.
+    """
+    text = given.get("--imbalance", "1")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--imbalance {text:.80}: expected a number of 1 or more (--dry-run)") from None
 
 
 def read_options(given: dict[str, str], argv: list[str], n_processes: int) -> tuple[Elsewhere, Machine]:
