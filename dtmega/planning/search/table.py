@@ -41,7 +41,7 @@ def text(found: Found) -> str:
             peak = entry.estimate.peak_bytes / GIB
             lines.append(f"{entry.estimate.seconds:>8.3g} {peak:>9.1f}  {describe(entry.layout)}")
     if found.fallen:
-        lines += ["", f"{'layouts':>12}  why they fell (a message with other numbers counts as the same)"]
+        lines += ["", f"{'layouts':>12}  why they were dropped (messages that differ only in numbers count together)"]
         for reason in found.fallen:
             wrapped = textwrap.wrap(reason.message, COLUMNS - 14)
             lines.append(f"{reason.n:>12,}  {wrapped[0]}")
