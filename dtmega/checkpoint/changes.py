@@ -168,7 +168,7 @@ def _consequences(
     overflowed: tuple[int, int],
 ) -> list[str]:
     """Phrases that describe how the printed changes affect the number of remaining steps and the learning rate."""
-    # Put the old recipe into the current configuration, to compute the old end of the run and the old learning rate.
+    # Restore the old values of the changed keys, to compute when the run would have ended and its old learning rate.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was

@@ -61,7 +61,7 @@ class OtherFormat(ValueError):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and the location of the box's bytes.
+    """A slice of a tensor (a "box"), and the location of its bytes.
 
     Attributes:
         offsets: position of the box within the tensor, one number per dim.
@@ -120,7 +120,7 @@ def block_bytes_for(n_bytes: int) -> int:
 
     The size is at most MOST_BLOCK_BYTES. A rank that reads some rows of a chunk reads whole blocks. If more ranks load
     a checkpoint than saved it, a block may contain rows of two ranks, and both ranks read the block. Blocks must
-    therefore be small compared with a rank's part of a matrix.
+    therefore be small compared with a rank's shard of a matrix.
     """
     size = LEAST_BLOCK_BYTES
     while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:

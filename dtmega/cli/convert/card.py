@@ -191,9 +191,9 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run that wrote the checkpoint; None if there is no record.
+    """The metrics of the run that wrote the checkpoint; None if there is no metrics.jsonl.
 
-    The record is in the directory that the user named, or in the run directory that contains the checkpoint.
+    The file is in the directory that the user named, or in the run directory that contains the checkpoint.
     """
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
@@ -202,7 +202,7 @@ def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
 
 
 def _losses(run_record: record.Record, last_step: int) -> list[Row]:
-    """Rows with the last value of each loss up to the checkpoint's step.
+    """Rows of the card's table with the last value of each loss up to the checkpoint's step.
 
     Args:
         last_step: the checkpoint's step; the run may have continued after this step.
