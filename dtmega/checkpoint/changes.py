@@ -1,6 +1,6 @@
-"""The treatment of configuration keys that have changed when a run resumes: free, printed or refused.
+"""What a resumed run does about configuration keys that have changed: accept, print or refuse the change.
 
-free      paths, intervals, speed and layout, which do not change the run's numbers
+free      accepted silently: paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
 refused   every other key, such as the model, the data or the seed: a change would turn the run into a different run.
           A key that is new in dtmega is refused unless one of the tables below lists the key.

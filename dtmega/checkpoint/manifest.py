@@ -35,7 +35,7 @@ MOST_BLOCK_BYTES = 4 * 2**20
 N_BLOCKS = 2**18  # larger checkpoints get larger blocks instead of more blocks, so that the digests take about 9 MB
 MAX_BYTES = 2**30  # maximum size of a manifest; the manifest of BLOOM-176B has 20 MB, including the digests
 MAX_DIMS = 16
-MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
+MAX_COUNT = 2**60  # above any real size, and small enough for torch's 64-bit arithmetic
 DATA_FILE = re.compile(r"data-\d{5}(-[0-9a-f]{32})?\.bin")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -156,7 +156,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # The names of the run's own sets are reserved. With [data] train there is no split, so 'valid' is free.
+        # The names of the run's own splits are reserved. With [data] train there is no split, so 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
