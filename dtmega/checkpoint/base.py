@@ -6,7 +6,7 @@ frozen tensor. The digests are computed while the base is loaded, so that nothin
     digest(T) = sum of bits(T[i, j, ...]) * a_i * b_j * ...  modulo 2^64
 
 The sum runs over all elements, converted to fp32. Each factor depends on the tensor's name, the dim, and the index
-along the dim. The digests of the ranks' parts therefore add up to the same number on every layout. The digest detects
+along the dim. The digests of the ranks' shards therefore add up to the same number on every layout. The digest detects
 an accidentally wrong base, but does not protect against an attacker who constructs a different base with the same
 digest.
 """
@@ -31,7 +31,7 @@ MOVED = "if it has moved, [lora] base_path says where it is"
 
 
 class Base(NamedTuple):
-    """The part of a run's state that describes the run's base.
+    """The base of a run, as recorded in the run's checkpoints.
 
     Attributes:
         path: directory or checkpoint of the base.
@@ -46,11 +46,11 @@ class Base(NamedTuple):
     elements: int = 0
 
     def check(self, digests: Mapping[str, str], where: str) -> None:
-        """Refuse a base that differs from this base.
+        """Refuse weights whose digests differ from the recorded digests.
 
         Args:
             digests: name of each tensor that was read -> digest of the tensor.
-            where: path of the base that was read.
+            where: path that the weights were read from.
 
         Raises:
             ValueError: a digest differs.
@@ -69,8 +69,8 @@ class Digesting:
 
     Args:
         source: wrapped source, with dtmega's names.
-        vocab: value of [model] vocab_size. In the tensors of BY_TOKEN, the rows after the first `vocab` rows are
-            padding and do not count.
+        vocab: value of [model] vocab_size. In the tensors in BY_TOKEN, which have one row per token, the rows after the
+            first `vocab` rows are padding and do not enter the digest.
         names: names of the tensors whose digests are computed; None for all tensors.
     """
 
@@ -78,7 +78,7 @@ class Digesting:
         self.source = source
         self.vocab = vocab
         self._names = names
-        # Name of a tensor -> start of a part -> digest of the part. A part that is read repeatedly counts once.
+        # Tensor name -> start of a slice -> digest of the slice. A slice that is read repeatedly counts once.
         self._parts: dict[str, dict[tuple[int, ...], int]] = {}
 
     @property
@@ -106,10 +106,10 @@ class Digesting:
         """Return the digests of whole tensors, keyed by name.
 
         Args:
-            counted: names of the tensors whose parts this process adds to the sums. If several ranks have copies of a
-                part, exactly one of these ranks adds the part.
-            group: process group of the ranks that together have read each tensor; None if this process has read all
-                tensors.
+            counted: names of the tensors for which this process contributes the slices that it has read. If several
+                ranks have read the same slice, exactly one of them contributes it.
+            group: process group of the ranks whose slices together make up each tensor; None if this process alone has
+                read all of each tensor.
         """
         mine = {name: sum(self._parts[name].values()) for name in counted if name in self._parts}
         every: list[Any] = [mine]
@@ -148,12 +148,12 @@ def part_digest(name: str, part: Tensor, starts: tuple[int, ...]) -> int:
 
 
 def _bits(part: Tensor) -> Tensor:
-    """The bits of each element in fp32, as an int64 tensor."""
+    """The bit pattern of each element in fp32, as an int64 tensor."""
     return part.detach().cpu().float().contiguous().view(torch.int32).to(torch.int64)
 
 
 def _factors(name: str, dim: int, start: int, size: int) -> Tensor:
-    """The odd factors for the indices [start, start + size) along a dim, int64 [size]."""
+    """The digest's factors, random odd numbers, for the indices [start, start + size) along a dim, int64 [size]."""
     key = np.array([keyed.key64(f"{name}/{dim}")], dtype=np.uint64)
     drawn = keyed.draws(key, "digest of a base", np.arange(start, start + size)) | np.uint64(1)
     return torch.from_numpy(drawn.view(np.int64))

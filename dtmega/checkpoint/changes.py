@@ -1,6 +1,6 @@
-"""The treatment of configuration keys that have changed when a run resumes: free, printed or refused.
+"""What a resumed run does about configuration keys that have changed: accept, print or refuse the change.
 
-free      paths, intervals, speed and layout, which do not change the run's numbers
+free      accepted silently: paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
 refused   every other key, such as the model, the data or the seed: a change would turn the run into a different run.
           A key that is new in dtmega is refused unless one of the tables below lists the key.
@@ -168,7 +168,7 @@ def _consequences(
     overflowed: tuple[int, int],
 ) -> list[str]:
     """Phrases that describe how the printed changes affect the number of remaining steps and the learning rate."""
-    # Put the old recipe into the current configuration, to compute the old end of the run and the old learning rate.
+    # Restore the old values of the changed keys, to compute when the run would have ended and its old learning rate.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was

@@ -14,7 +14,9 @@ Sizes = tuple[int, ...]
 def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     """Return True if each element of a tensor is in exactly one box. The time is linear in the number of boxes.
 
-    Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
+    Only the dims along which the tensor is split count. Each corner of a box gets a sign: the product, over these dims,
+    of +1 if the corner is at the box's lower end and -1 if it is at the upper end.
+
     Let c be the number of boxes that hold an element, as a function of the element's position. The signed corners of
     all boxes together are the mixed difference of c and therefore determine c. Consequently, the boxes cover the
     tensor exactly once if and only if their signed corners add up to the signed corners of the whole tensor.
@@ -24,7 +26,7 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
         boxes: offsets and sizes of each box, one number per dim of the tensor. No box is empty.
 
     Raises:
-        ValueError: the tensor is cut along more than MAX_CUT_DIMS dims; each cut dim doubles the work.
+        ValueError: the tensor is split along more than MAX_CUT_DIMS dims; each of these dims doubles the work.
     """
     cut = []
     for d, n in enumerate(shape):

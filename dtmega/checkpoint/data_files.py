@@ -1,7 +1,7 @@
-"""The bytes of data files: `DataFile` appends boxes of tensors, and an `Extent` locates a part of a box.
+"""The layout of a checkpoint's data files: `DataFile` writes slices of tensors, and an `Extent` finds them again.
 
-A chunk is stored row by row, so consecutive rows of the chunk form one range of bytes. Each digest covers a whole
-block, so the range is widened to block boundaries.
+A chunk, a slice of a tensor in one data file, is stored row by row, so consecutive rows of the chunk form one range of
+bytes. Each digest covers a whole block of bytes, so the range is widened to block boundaries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WRITE_BYTES = 4 * 2**20  # number of bytes per write; a multiple of every block 
 
 
 class DataFile:
-    """A writer for one data file: appends boxes of tensors and computes a digest of every block.
+    """A writer for one data file: appends slices of tensors and computes a digest of every block.
 
     Args:
         name: name of the file.
@@ -38,18 +38,18 @@ class DataFile:
         self._block_bytes = block_bytes
 
     def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
-        """Append a box of a tensor.
+        """Append a slice of a tensor as a chunk.
 
         Args:
-            tensor: content of the box.
-            offsets: position of the box within the whole tensor, one number per dim.
+            tensor: content of the slice.
+            offsets: where the slice begins in the whole tensor, one index per dim.
 
         Returns:
-            The box's entry for the manifest.
+            The chunk's entry for the manifest.
         """
         data = _bytes(tensor.detach().cpu().contiguous())
         digests: list[str] = []
-        # Compute the digests of a part right before writing the part, while the part is in the processor's cache.
+        # Hash WRITE_BYTES at a time right before writing them, while they are in the processor's cache.
         for i in range(0, len(data), WRITE_BYTES):
             part = data[i : i + WRITE_BYTES]
             digests.extend(block_digests(part, self._block_bytes))
@@ -60,7 +60,7 @@ class DataFile:
 
 
 class Extent(NamedTuple):
-    """A box of a stored chunk, and the blocks that hold the box's rows.
+    """A box (a slice along each dim) of a stored chunk, and the bytes of the blocks that hold the box's rows.
 
     Attributes:
         name: name of the tensor that the chunk belongs to.
@@ -147,7 +147,7 @@ def side_by_side(extents: Sequence[Extent], most_bytes: int) -> list[list[int]]:
 
 
 def _rows(chunk: StoredChunk, box: Slices, dtype: torch.dtype) -> tuple[slice, int]:
-    """The rows of a box, and the number of bytes in one row of the chunk."""
+    """The range of a chunk's rows (indices along dim 0) that a box covers, and the size of one such row in bytes."""
     return (box[0] if box else slice(0, 1)), math.prod(chunk.sizes[1:]) * dtype.itemsize
 
 

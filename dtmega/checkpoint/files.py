@@ -1,8 +1,8 @@
-"""The places that hold checkpoints: a disk (`Disk`), an object store (`Objects`), or any other fsspec URL (`Remote`).
+"""Storage for checkpoints: a disk (`Disk`), an object store (`Objects`), or any other fsspec URL (`Remote`).
 
 Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
-a checkpoint is written under a temporary name and published by a rename, which is atomic. Other places cannot rename a
-folder atomically, so there the manifest is written last, and a folder counts as a checkpoint once it has a manifest.
+a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores and URLs cannot
+rename a folder atomically, so there the manifest is written last, and a folder without a manifest is no checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dtmega.files.object_requests import check_usable, is_object_store
 
 
 def open_root(root: str) -> Place:
-    """Open the place that holds a run's checkpoints: a folder, or a URL such as s3://bucket/run.
+    """Open the storage for a run's checkpoints: a folder, or a URL such as s3://bucket/run.
 
     Raises:
-        ValueError: the library for this URL is not installed, or the place cannot be reached.
+        ValueError: the library for this URL is not installed, or the URL cannot be reached.
     """
     if "://" not in root:
         return Disk(root)
@@ -47,7 +47,7 @@ class Disk:
     Attributes:
         parallel_reads: number of concurrent reads that gives the best speed.
         stays_readable: whether an open file remains readable after its deletion.
-        second_writer: warning about a second run that writes to a place that cannot be locked.
+        second_writer: what happens if two runs write to the same URL, which cannot be locked; for a warning.
     """
 
     parallel_reads = 1

@@ -1,6 +1,6 @@
-"""Startup of a run: rank 0 claims the folders and finds checkpoints to resume from, and all ranks open the checkpoints.
+"""Startup of a run: rank 0 locks the folders and finds checkpoints to resume from, and all ranks open the checkpoints.
 
-Rank 0 claims the folders before reading their content, because a different process may still be writing the checkpoint
+Rank 0 locks the folders before reading their content, because a different process may still be writing the checkpoint
 to resume from. All ranks then open the paths that rank 0 sends. Every rank writes its part of a checkpoint, so each
 rank also checks that it sees rank 0's files.
 """
@@ -43,7 +43,9 @@ class CandidatePaths(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """Claim the run directory, and the checkpoint folder if it is a different folder. The caller closes the claims.
+    """Lock the run directory, and the checkpoint folder if it is a different folder.
+
+    Each yielded `Claim` holds a lock until the caller closes it.
 
     Raises:
         ValueError: another process has claimed one of the two folders, or one of the folders is not writable.
@@ -65,7 +67,7 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
 
     Args:
         run_dir: run directory; None if the command line does not name it.
-        exit_status: record that receives the exit code and the reason.
+        exit_status: object that receives the exit code and the reason, and writes `exit.json`.
         first: whether this is the first rank, which writes for all ranks.
     """
     try:
@@ -107,7 +109,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
 
     Args:
         cfg: configuration of the run.
-        identity: identity of the run's data, as in `State.identity`.
+        identity: seed and digests that identify the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
     Raises:

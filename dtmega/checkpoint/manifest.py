@@ -35,7 +35,7 @@ MOST_BLOCK_BYTES = 4 * 2**20
 N_BLOCKS = 2**18  # larger checkpoints get larger blocks instead of more blocks, so that the digests take about 9 MB
 MAX_BYTES = 2**30  # maximum size of a manifest; the manifest of BLOOM-176B has 20 MB, including the digests
 MAX_DIMS = 16
-MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
+MAX_COUNT = 2**60  # above any real size, and small enough for torch's 64-bit arithmetic
 DATA_FILE = re.compile(r"data-\d{5}(-[0-9a-f]{32})?\.bin")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -61,7 +61,7 @@ class OtherFormat(ValueError):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and the location of the box's bytes.
+    """A slice of a tensor (a "box"), and the location of its bytes.
 
     Attributes:
         offsets: position of the box within the tensor, one number per dim.
@@ -120,7 +120,7 @@ def block_bytes_for(n_bytes: int) -> int:
 
     The size is at most MOST_BLOCK_BYTES. A rank that reads some rows of a chunk reads whole blocks. If more ranks load
     a checkpoint than saved it, a block may contain rows of two ranks, and both ranks read the block. Blocks must
-    therefore be small compared with a rank's part of a matrix.
+    therefore be small compared with a rank's shard of a matrix.
     """
     size = LEAST_BLOCK_BYTES
     while size < MOST_BLOCK_BYTES and size * N_BLOCKS < n_bytes:

@@ -1,4 +1,7 @@
-"""Tensors held as several boxes on one rank (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
+"""Tensors of which one rank holds several separate slices, for torch's checkpoint planners.
+
+An example is GPT-2's fused weight [q | k | v]: sharded over tp, each rank holds a slice of q, one of k and one of v.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from dtmega.ops.shards import boxes, in_parts
 
 
 class Pieces:
-    """A tensor held as several boxes on this rank, in the form that torch's checkpoint planners expect.
+    """A tensor of which this rank holds several slices ("boxes"), as torch's checkpoint planners expect it.
 
-    For a DTensor, torch plans one box per rank. The two methods with double underscores are torch's protocol for
-    tensors that list their own boxes (`torch.distributed.checkpoint.planner_helpers`).
+    For a DTensor, torch plans a single slice per rank. The two methods with double underscores are torch's protocol for
+    tensors that list their own slices (`torch.distributed.checkpoint.planner_helpers`).
     """
 
     def __init__(self, tensor: DTensor) -> None:
@@ -41,13 +44,13 @@ class Pieces:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The content of the box that begins at `index.offset`."""
+        """The slice of the tensor that begins at `index.offset`."""
         assert index.offset is not None
         return self._parts[index.offset]
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap each tensor that is held as several boxes in a `Pieces` object. All other tensors remain unchanged."""
+    """Wrap each tensor of which this rank holds several slices in a `Pieces` object; keep all other tensors."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor

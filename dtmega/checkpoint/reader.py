@@ -24,7 +24,7 @@ class Checkpoint:
     """A finished checkpoint, as a `Source` of its tensors.
 
     Args:
-        files: place that holds the checkpoint's folder.
+        files: disk or object store that holds the checkpoint's folder.
         folder: name of the checkpoint's folder.
 
     Attributes:
@@ -79,7 +79,7 @@ class Checkpoint:
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or part of a tensor; verify every block that is read.
+        """Read a tensor or a slice of it; verify every block that is read.
 
         Args:
             name: name of the tensor in the checkpoint.
@@ -95,7 +95,7 @@ class Checkpoint:
         stops = [stop for _, stop, _ in bounds]
         result = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
-            # The chunk and the requested part overlap from `low` to `high`, in coordinates of the whole tensor.
+            # The chunk and the requested slice overlap from `low` to `high`, as indices into the whole tensor.
             low = [max(start, o) for start, o in zip(starts, chunk.offsets, strict=True)]
             high = [min(stop, o + n) for stop, o, n in zip(stops, chunk.offsets, chunk.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -105,7 +105,7 @@ class Checkpoint:
         return result
 
     def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a chunk and verify the blocks that hold the box's rows.
+        """Read a box (a slice along each dim) of a chunk; verify the blocks that hold the box's rows.
 
         Args:
             name: name of the tensor that the chunk belongs to.

@@ -85,7 +85,7 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
 
 
 def _roots(path: str) -> list[str]:
-    """The places to search for checkpoints, in search order. `path` is a run directory or a folder of checkpoints."""
+    """The folders or URLs to search for checkpoints, in order. `path` is a run directory or a folder of checkpoints."""
     separate_dir = _checkpoint_dir_of_run(path)
     return [separate_dir] if separate_dir else [f"{path}/checkpoints", path]
 
@@ -115,7 +115,7 @@ def _open_step(files: Place, folders: list[str], step: int) -> Checkpoint:
     """Open the checkpoint of a step.
 
     Args:
-        files: place that holds the checkpoints.
+        files: disk or object store that holds the checkpoints.
         folders: folder names of all complete checkpoints in `files`.
         step: step number.
 
@@ -159,7 +159,7 @@ def named_checkpoints(cfg: config.Config) -> list[tuple[Place, str]]:
     """The checkpoint that `[checkpoint] resume` names or, if that key names a run, the run's checkpoints, newest first.
 
     Returns:
-        Pairs (place that holds the checkpoint, folder name); [] if `resume` is "auto" or "none".
+        Pairs (disk or object store, name of the checkpoint's folder); [] if `resume` is "auto" or "none".
 
     Raises:
         ValueError: the path in `[checkpoint] resume` has no checkpoint.
@@ -183,7 +183,7 @@ def find_checkpoints(
 
     Args:
         cfg: configuration of the run.
-        identity: identity of the run's data, as in `State.identity`.
+        identity: seed and digests that identify the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
     Returns:
@@ -230,7 +230,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     Args:
         checkpoint: checkpoint to resume from.
         cfg: configuration of the run.
-        identity: identity of the run's data, as in `State.identity`.
+        identity: seed and digests that identify the run's data, as in `State.identity`.
         digest: digest of the model directory; '' if there is no model directory.
 
     Raises:

@@ -11,7 +11,7 @@ from dtmega.ops.shards import local
 
 
 class Stager:
-    """Host buffers for the parts of tensors that this rank holds: allocated at the first save, then reused.
+    """Host buffers for this rank's shards of the tensors to save: allocated at the first save, then reused.
 
     torch's `DefaultStager` is not used: in torch 2.11, this class drops its buffers after each use and fails on the
     second use.

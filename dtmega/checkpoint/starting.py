@@ -58,13 +58,13 @@ def load_beside(
     model: config.Model,
     was: Base | None,
 ) -> dict[str, str]:
-    """Fill this rank's part of a model with the weights that the checkpoint leaves out. All ranks call this function.
+    """Load this rank's shards of the weights that the checkpoint leaves out. All ranks call this function.
 
     Args:
         source: result of `weights_beside`.
         stored: (name, tensor) pairs of this rank, without adapters. A name may appear twice.
-        counted: names of the frozen parameters whose digests this rank adds to the sums over `group`.
-        group: process group of the ranks that together hold the model once.
+        counted: names of the frozen parameters whose digests this rank contributes to (see `Digesting.digests`).
+        group: process group of the ranks whose shards together make up one copy of the model.
         model: [model] section of the configuration.
         was: description of the base in the checkpoint; None for a new run.
 

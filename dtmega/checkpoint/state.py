@@ -68,7 +68,7 @@ class State(BaseModel):
         updates: number of weight updates; AdamW calls this number `step`.
         recent: (loss, gradient norm) pairs of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
-        exact: grids and fixed values of [run] exact; None without [run] exact.
+        exact: largest gradient magnitudes and fixed settings of a run with [run] exact; otherwise None.
         health: counts of high losses.
         base: weights that the run started from, if the checkpoint holds only trained weights; otherwise None.
         identity: everything that determines the run's results apart from the weights, such as the seed and the digests

@@ -1,8 +1,8 @@
 """Write and read tensors of any layout in a checkpoint's folder, following the plans of torch.distributed.checkpoint.
 
-For a save, torch plans which rank writes which box of which tensor (a replicated tensor is written once). For a load,
-torch plans which saved boxes make up the part that a rank now holds. dtmega itself reads and writes the bytes: raw data
-with digests, and a JSON manifest. torch's own file format is not used, because torch unpickles its files on load and
+For a save, torch plans which rank writes which slice ("box") of which tensor; a replicated tensor is written once. For
+a load, torch plans which saved boxes make up each shard that a rank now holds. dtmega itself reads and writes the
+bytes: raw data with digests, and a JSON manifest. torch's own file format is not used: torch unpickles its files and
 does not detect flipped bits in the files (docs/reliability.md).
 """
 
@@ -79,13 +79,13 @@ def save(
     """Make a folder and write the data files of all ranks into it. All ranks call this function.
 
     Args:
-        files: place that holds the checkpoints.
+        files: disk or object store that holds the checkpoints.
         folder: name of the folder to make; leftovers under this name are deleted.
-        tensors: this rank's parts of the tensors, keyed by name in the checkpoint.
+        tensors: this rank's shards of the tensors, keyed by name in the checkpoint.
         step: step number to record in the manifest.
         state: state of the run as a JSON object, to record in the manifest.
         group: process group of all ranks; nothing else may use this group during the save.
-        attempt: suffix for the names of the data files, from the place's `new_attempt`; only rank 0's suffix is used.
+        attempt: suffix for the names of the data files, from `files.new_attempt`; only rank 0's suffix is used.
 
     Returns:
         The manifest on rank 0, for the caller to write; None on all other ranks.
@@ -105,7 +105,7 @@ def save(
 def load_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
 ) -> None:
-    """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this function.
+    """Fill tensors in place. Each rank reads its own shards. All ranks call this function.
 
     Args:
         checkpoint: checkpoint to read.
@@ -222,7 +222,7 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    """The storage side of a load: each rank reads and verifies the boxes that make up its parts of the tensors."""
+    """The storage side of a load: each rank reads and verifies the saved boxes that make up its shards."""
 
     def __init__(self, checkpoint: Checkpoint, pace: Pace) -> None:
         self._checkpoint, self._pace = checkpoint, pace

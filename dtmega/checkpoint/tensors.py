@@ -14,20 +14,20 @@ from dtmega.checkpoint.reader import Checkpoint
 def tensors_of(
     stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, base: Base | None = None
 ) -> dict[str, Tensor]:
-    """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor in a parameter's optimizer state.
+    """The tensors to save: `model/NAME`, and the optimizer's, such as `optimizer/exp_avg/NAME`.
 
-    Frozen parameters have no optimizer state. All parameters have an equal number of updates, which is saved once, in
-    `State`.
+    Frozen parameters have no optimizer state. All parameters have had the same number of updates, which is saved once,
+    in `State`.
 
     Args:
-        stored: this rank's parts of the parameters and buffers, keyed by name.
+        stored: this rank's shards of the parameters and buffers, keyed by name.
         optimizer: optimizer of the trained parameters.
         base: base that holds the frozen parameters; None if the checkpoint holds all parameters.
     """
     elsewhere = base.digests if base else {}
     stored = {n: p for n, p in stored.items() if n not in elsewhere}
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # Fails if FSDP has left a module gathered: then `stored` holds whole parameters, which the optimizer does not have.
+    # Fails if FSDP has left a module unsharded: the optimizer does not know the unsharded parameters in `stored`.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"

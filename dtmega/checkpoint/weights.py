@@ -1,4 +1,4 @@
-"""Model weights from any `Source` that uses dtmega's names: each rank reads the parts that it holds."""
+"""Model weights from any `Source` that uses dtmega's names: each rank reads its own shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Merged:
     """The weights of a run whose checkpoints hold only trained parameters, as a `Source` of whole weights.
 
     Frozen weights come from the base. An adapter is added to its layer's weight: W + (alpha / r) B A, in fp32. A frozen
-    tensor that is read as a whole is compared with its digest; `verify` compares tensors that are read in parts.
+    tensor that is read as a whole is compared with its digest; `verify` compares tensors that are read in slices.
 
     Args:
         checkpoint: checkpoint of the run.
@@ -175,7 +175,7 @@ def open_checkpoint_weights(
 
 @torch.no_grad()
 def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
-    """Fill parameters in place, casting weights to the parameters' dtypes. Each rank fills the parts that it holds.
+    """Fill parameters in place, casting weights to the parameters' dtypes. Each rank fills its own shards.
 
     Args:
         source: weights, under their names in the whole model.
@@ -196,7 +196,7 @@ def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab
         if source_shape != shape and not differs_in_padding_only:
             raise ValueError(f"'{name}' is {list(source_shape)} there, {list(shape)} here ([model], [model] init_from)")
         for offsets, part in boxes(parameter):
-            # Number of rows in this part that exist in the source; the remaining rows are padding.
+            # Number of rows in this shard that exist in the source; the remaining rows are padding.
             rows = max(0, min(part.shape[0], source_shape[0] - offsets[0]))
             part[rows:] = 0
             if rows:

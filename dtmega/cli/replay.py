@@ -33,12 +33,12 @@ from dtmega.training.step import Run
 
 SECTIONS = ("mesh", "pipeline", "fsdp")
 KEYS = ("data.path", "data.train", "data.tokenizer", "data.num_workers", "model.path", "run.timeout_s")
-# Keys that do not affect the bits of a step, although they are part of the recipe.
+# Keys that do not change what a step computes, although they are part of the recipe.
 ENDINGS = ("exit_interval", "exit_duration_min", "drift_interval", "max_skipped")
 
 
 class Source(NamedTuple):
-    """The part of a run that a replay needs.
+    """What a replay needs from the original run.
 
     Attributes:
         recorded: digests that the run recorded.
@@ -127,7 +127,7 @@ def go_over(run: Run, at: Progress, step: int) -> tuple[bool, int]:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Refuse keys that could change the bits of a step, and keys that could make the replay write to the original run.
+    """Refuse keys that could change what a step computes, or make the replay write to the original run.
 
     Raises:
         ValueError: a key is neither in SECTIONS nor in KEYS.

@@ -173,7 +173,7 @@ class Config(Section):
         """The end of a run that has done `steps` steps and read `samples` samples so far.
 
         If [train] steps is set, the run ends after that many steps. If [train] samples, tokens or epochs is set, the
-        run ends after the last step whose whole batch still fits. The arguments `steps` and `samples` change the
+        run ends after the last step that does not exceed this amount. The arguments `steps` and `samples` change the
         result only if the run resumes with a different batch size.
 
         Raises:
@@ -186,7 +186,7 @@ class Config(Section):
             )
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
-        # Advance by whole stairs of the ramp-up instead of single steps, because a run may have billions of steps.
+        # Advance from one batch size of the ramp-up to the next, not step by step: a run may have billions of steps.
         for size, until in self.batch.stairs(samples):
             on_this_stair = -(-(until - samples) // size)  # rounded up: the step that crosses `until` counts
             fitting = max(0, min(most_steps - steps, (most_samples - samples) // size))

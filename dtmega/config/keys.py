@@ -146,7 +146,7 @@ class Data(Section):
     def _check_mixtures(self) -> None:
         """Refuse malformed mixtures, duplicate names of validation sets, and keys that this run would not read."""
         fields = type(self).model_fields
-        # A run has either a split of whole corpora, or mixtures. Keys for the unused form would be silently ignored.
+        # A run has either a split of whole corpora, or mixtures. Keys of the other kind would be silently ignored.
         useless = ("path", "weights", "split") if self.train else ("test",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
@@ -156,7 +156,7 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # The names of the run's own sets are reserved. With [data] train there is no split, so 'valid' is free.
+        # The names of the run's own splits are reserved. With [data] train there is no split, so 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -255,7 +255,9 @@ class Batch(Section):
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Yield the ramp-up's stairs that remain after `samples` consumed samples, including the current stair.
+        """Yield the stairs of the batch-size ramp-up from the one at `samples` consumed samples on.
+
+        A stair is a stretch of the run with one global batch size.
 
         Yields:
             Pairs (size, until): a step that starts before `until` consumed samples has the global batch size `size`.

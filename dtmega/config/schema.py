@@ -123,7 +123,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
 
 
 def describe_keys(kind: type[BaseModel], only: str = "") -> str:
-    """The list of keys that `--help` prints, with each key's default, description and allowed words.
+    """The list of keys that `--help` prints, with each key's default, description and allowed values.
 
     Args:
         kind: class of the configuration, with one field per section.

@@ -1,7 +1,7 @@
 """Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
 After c consumed samples, the next step takes `batch.size_at(c)` sequences: samples c, c + 1, and so on. These samples
-are cut into R equal, contiguous slices, one for each of the R data ranks. Rank r takes slice r and cuts it into
+are split into R equal, contiguous slices, one for each of the R data ranks. Rank r takes slice r and splits it into
 microbatches of B = `[batch] micro_batch_size` sequences. `objectives/rows.py` describes the tensors of a microbatch.
 """
 
@@ -36,7 +36,7 @@ MOMENT_S = 2e-3
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One data rank's part of an optimizer step's global batch.
+    """One data rank's share of an optimizer step's global batch.
 
     Attributes:
         first_sample: index of the first sample in the global batch.
@@ -209,7 +209,7 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class _Answers:
-    """A wrapper around `Rows` that returns a `DataLost` error in place of rows that cannot be read.
+    """A wrapper around `Rows` that returns a `DataLost` error in place of tensors that cannot be read.
 
     The error is returned rather than raised, because the trainer would receive a raised error only as the text of a
     traceback.
@@ -264,7 +264,7 @@ class _WorkerStartup:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """Yield this rank's part of the first `steps` global batches of a split. All evaluations read the same batches.
+    """Yield this rank's share of the first `steps` global batches of a split. All evaluations read the same batches.
 
     The batches are made in this process, without workers. A split with too few samples continues in its next epoch.
 
@@ -327,7 +327,7 @@ def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
 
 
 def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
-    """Cut the rows of a step into microbatches of `size` sequences."""
+    """Split the tensors of a step into microbatches of `size` sequences."""
     pieces = zip(*(tensor.split(size) for tensor in rows.values()), strict=True)
     return [dict(zip(rows, piece, strict=True)) for piece in pieces]
 

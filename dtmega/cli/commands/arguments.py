@@ -130,7 +130,7 @@ def role(text: str) -> tuple[str, str]:
 
 
 def part(text: str) -> Part:
-    """Parse I/N, such as 3/12, into a part's index, counted from 0, and the number of parts."""
+    """Parse `--part I/N`, such as 3/12, into the index of the part of the input (from 0), and the number of parts."""
     number, _, of = text.partition("/")
     try:
         parsed = Part(int(number), int(of))
@@ -155,7 +155,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """Parse the rule for cutting text into documents: BLANK_LINES, or the number of tokens per document."""
+    """Parse where to split text into documents: at BLANK_LINES, or after a number of tokens."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -43,7 +43,7 @@ def check_is_folder(run: str) -> None:
 
 
 def startup_of(program: str) -> Startup:
-    """Make a command's `Startup`, which prints any error in one line.
+    """Make a command's `Startup`, which coordinates the processes and prints any error in one line.
 
     Args:
         program: the command's name, printed at the beginning of the error line.

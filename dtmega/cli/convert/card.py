@@ -5,8 +5,8 @@
     README-source.md    the source directory's README.md, if README.md is a model card
     LICENSE, NOTICE     unchanged copies of the source directory's files
 
-A card is meant to be published, so it shows only the last part of each path. Untrusted text is truncated and made
-inert.
+A card is meant to be published, so it shows only the last part of each path. Untrusted text is truncated and escaped,
+so that it cannot act as Markdown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     Attributes:
         title: name of the fact, such as "tokenizer".
-        text: the fact in Markdown, with untrusted text made inert by `code`.
+        text: the fact in Markdown, with untrusted text escaped by `code`.
     """
 
     title: str
@@ -142,7 +142,7 @@ def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
 
 
 def code(written: Any) -> str:
-    """Format untrusted text as Markdown code for a table cell: inert, on one line, and truncated."""
+    """Format untrusted text as Markdown code for a table cell: escaped, on one line, and truncated."""
     shown = printable(str(written)[:MAX_CHARACTERS]).replace("`", "'").replace("|", "¦")
     return f"`{shown}`" if shown.strip() else "(empty)"
 
@@ -191,9 +191,9 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run that wrote the checkpoint; None if there is no record.
+    """The metrics of the run that wrote the checkpoint; None if there is no metrics.jsonl.
 
-    The record is in the directory that the user named, or in the run directory that contains the checkpoint.
+    The file is in the directory that the user named, or in the run directory that contains the checkpoint.
     """
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
@@ -202,7 +202,7 @@ def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
 
 
 def _losses(run_record: record.Record, last_step: int) -> list[Row]:
-    """Rows with the last value of each loss up to the checkpoint's step.
+    """Rows of the card's table with the last value of each loss up to the checkpoint's step.
 
     Args:
         last_step: the checkpoint's step; the run may have continued after this step.

@@ -98,7 +98,7 @@ def _fill(files: Place, folder: str, name: str, tensors: Mapping[str, tuple[Sour
     """Write the tensors one by one into a data file and return the manifest.
 
     Args:
-        files: place that holds the folder.
+        files: disk or object store that holds the folder.
         folder: name of the folder.
         name: name of the data file.
         tensors: mapping from each tensor's name in the checkpoint to a pair (source, name in the source).

@@ -1,14 +1,14 @@
-"""Conversations in a `.bin/.idx` pair: the tokens of each conversation, and a mask of the tokens that bear loss.
+"""Conversations in a `.bin/.idx` pair: the tokens of each conversation, and a mask of the tokens to learn.
 
-A conversation is a document of alternating sequences: the first has tokens without loss, the second has tokens that
-bear loss, the third has tokens without loss, and so on. No sequence is empty, so a conversation has at least one token
-that bears loss. A conversation's first token never bears loss, because no earlier token could predict it.
+A conversation is a document of alternating sequences: the tokens of the first do not count in the loss, those of the
+second do, those of the third do not, and so on. No sequence is empty, so at least one token of a conversation counts in
+the loss. The first token never does, because no earlier token could predict it.
 
     | User:\\nHi<end>Assistant:\\n | Hello<end> | User:\\nBye<end>Assistant:\\n | See you<end> | \\n |
       sequence 0: no loss           1: loss       2: no loss                   3: loss         4: no loss
 
-Megatron's formats cannot mark tokens that bear loss. Only the record (`record.py`, `chat`) shows that the documents are
-conversations. Without the record, conversations look like documents of several sentences.
+Megatron's formats cannot mark the tokens that count in the loss. Only the record (`record.py`, `chat`) shows that the
+documents are conversations. Without the record, conversations look like documents of several sentences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         tokens: ids of all tokens, a read-only view of the file, [length].
-        learns: mask of the tokens that bear loss, bool [length]; the first entry is always False.
+        learns: mask of the tokens that count in the loss, bool [length]; the first entry is always False.
     """
 
     tokens: NDArray[Any]
@@ -48,7 +48,7 @@ class Conversations:
         dataset: the data set.
         record: entry `chat` of the data set's record.
         lengths: number of tokens in each conversation, int64 [n].
-        first_learned: index of the first token that bears loss in each conversation, int64 [n], at least 1. If
+        first_learned: index of each conversation's first token that counts in the loss, int64 [n], at least 1. If
             L > first_learned, a conversation's first L tokens include a token to learn.
 
     Raises:
@@ -72,7 +72,7 @@ class Conversations:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Conversation:
-        """The tokens of conversation i, and the mask of the tokens that bear loss.
+        """The tokens of conversation i, and the mask of the tokens that count in the loss.
 
         Raises:
             IndexError: there is no conversation i.
@@ -119,11 +119,11 @@ class Conversations:
 
 
 def sequence_sizes(learns: NDArray[np.bool_]) -> list[int]:
-    """The sizes of a conversation's sequences.
+    """The lengths in tokens of a conversation's alternating sequences, without and with loss.
 
     Args:
-        learns: mask of the tokens that bear loss, bool [length]. The first entry is False, and at least one entry is
-            True.
+        learns: mask of the tokens that count in the loss, bool [length]. The first entry is False, and at least one
+            entry is True.
     """
     assert not learns[0]
     assert learns.any()

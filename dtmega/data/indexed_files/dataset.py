@@ -36,8 +36,8 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes, or a URL such as s3://bucket/data/mine.
-        by_sequence: flag that is True if the caller reads sequences and never documents. The document index is then
-            not checked, because files that Megatron has merged have no usable document index.
+        by_sequence: whether the caller reads only sequences, never documents. The document index is then not checked,
+            because files that Megatron has merged have no usable document index.
         stored: objects at the URL `prefix`, already opened by another process; None to open the files or objects here.
 
     Attributes:

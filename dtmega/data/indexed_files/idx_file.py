@@ -155,14 +155,14 @@ def index_pieces(
     sizes: Callable[[], Iterator[NDArray[Any]]],
     ends: Callable[[], Iterator[NDArray[Any]]],
 ) -> Iterator[bytes | NDArray[Any]]:
-    """Yield an .idx file's content in the MMIDIDX layout; `sizes` and `ends` determine the lengths of the pieces.
+    """Yield the content of an .idx file in the MMIDIDX layout, in chunks as long as those of `sizes` and `ends`.
 
     Args:
         dtype: integer dtype of the tokens (see `check_integer`).
         n_sequences: number of sequences.
         n_documents: number of documents.
-        sizes: function that yields the number of tokens of each sequence, in pieces of any length.
-        ends: function that yields the number of sequences up to the end of each document, in pieces of any length.
+        sizes: function that yields the number of tokens of each sequence, in arrays of any length.
+        ends: function that yields the number of sequences up to the end of each document, in arrays of any length.
     """
     yield HEADER.pack(MAGIC, 1, _CODE_OF_INTEGER[dtype], n_sequences, n_documents + 1)
     for piece in sizes():

@@ -42,7 +42,7 @@ class PairFiles:
         return self._temps[suffix]
 
     def write(self, suffix: str, pieces: Iterable[bytes | NDArray[Any]]) -> None:
-        """Write one temporary file piece by piece and sync the file to disk; `suffix` is as in `temporary`."""
+        """Write `pieces` one after another to a temporary file and sync it to disk; `suffix` is as in `temporary`."""
         with open(self._temps[suffix], "xb") as file:
             for piece in pieces:
                 file.write(piece if isinstance(piece, bytes) else piece.data)

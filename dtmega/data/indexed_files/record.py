@@ -30,7 +30,7 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import parse_object, read_object
 
-# Key in a run's identity, which checkpoints store. The value lists the ids of tokens that end a learned turn.
+# Key in `State.identity`, which checkpoints store. The value lists the ids of tokens that end a learned turn.
 END_IDS = "ids that end a turn"
 LONGEST_SENTENCE = 512  # in tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
@@ -40,9 +40,9 @@ class ChatRecord(BaseModel):
 
     Attributes:
         template: digest of the chat template, 12 hex digits.
-        train_on: turns that bear loss: "all", "assistant" or "last".
+        train_on: turns that count in the loss: "all", "assistant" or "last".
         end_ids: ids of the tokens that end a learned turn; empty if all text is learned.
-        learned: number of tokens that bear loss.
+        learned: number of tokens that count in the loss.
         refused: number of refused conversations, keyed by cause; these conversations are not in the `.bin`.
     """
 
@@ -77,8 +77,8 @@ class Record(BaseModel):
         tokenizer: the tokenizer's spec, for human readers.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: whether each document ends with `eod_id`.
-        sentences: flag; if True, each sequence is a sentence, and a document has any number of sentences; if False,
-            each sequence is a whole document.
+        sentences: whether each sequence is a sentence, and a document has any number of them. Otherwise, each sequence
+            is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
             this `.bin`.
         min_id, max_id: smallest and largest id in the `.bin`; None if the `.bin` has no tokens, or if an earlier
@@ -135,7 +135,7 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     """Check that a data set was made with `tokenizer`. Returns False if there is no record to check.
 
     Raises:
-        ValueError: the record is damaged or names another tokenizer, or the documents lack end-of-document ids that
+        ValueError: the record is damaged or names another tokenizer, or the documents lack the end-of-document ids that
             a key of `[data]` needs.
     """
     record = record_of(dataset)

@@ -32,7 +32,7 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        made_from: text that names all inputs of the content; the file is replaced if this text changes.
+        made_from: text that identifies everything that the content is computed from; if it changes, the file is remade.
         pieces: function that yields the arrays of the content, one after another.
         about: a line for the user, printed by the process that makes the file.
     """

@@ -15,7 +15,7 @@ IN_MEMORY = 1 << 20  # number of entries kept in memory; a shorter array needs n
 
 
 class SpilledArray:
-    """A growing array of integers. Up to IN_MEMORY new entries are in memory; older entries are in an unnamed file.
+    """A growing array of integers. The newest entries, at most IN_MEMORY, are in memory, the others in an unnamed file.
 
         lengths = SpilledArray("i", folder)
         lengths.extend([3, 5])
@@ -53,7 +53,7 @@ class SpilledArray:
         del self._new[:]
 
     def pieces(self) -> Iterator[NDArray[Any]]:
-        """Yield all entries in order, in pieces of at most IN_MEMORY entries."""
+        """Yield all entries in order, in arrays of at most IN_MEMORY entries."""
         dtype = np.dtype(self._new.typecode)
         if self._file is not None:
             self._file.seek(0)

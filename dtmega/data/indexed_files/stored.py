@@ -41,8 +41,8 @@ class DataLost(OSError):
     """Raised if tokens that a run needs cannot be read from an object store.
 
     Attributes:
-        is_temporary: flag; if True, the store did not answer, and the run can continue later; if False, the object has
-            been replaced or deleted since the run began.
+        is_temporary: whether the store just did not answer, so that the run can continue later. Otherwise, the object
+            has been replaced or deleted since the run began.
     """
 
     def __init__(self, reason: str, is_temporary: bool) -> None:

@@ -4,8 +4,8 @@ If there is no record, or if the record has no range, the whole file is scanned 
 
 The record is as trustworthy as the `.bin` itself: one writer makes both files, keeps track of all ids, and publishes
 both files together. Anyone who can change one of the files can change both. A record from a different `.bin`
-with equal counts would let through ids that the model cannot embed. So ids from some places in the `.bin` are compared
-with the range. A user who doubts a record can delete the record; the whole file is then scanned.
+with equal counts would let through ids that the model cannot embed. So the ids in some blocks of the `.bin` are checked
+against the range. A user who doubts a record can delete the record; the whole file is then scanned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtmega.files.lock import Lock
 from dtmega.files.object_requests import PARALLEL, PART_BYTES
 from dtmega.files.untrusted_json import read_object
 
-BLOCK_TOKENS, N_BLOCKS = 2**15, 64  # size and number of the blocks whose ids are compared with the record
+BLOCK_TOKENS, N_BLOCKS = 2**15, 64  # size and number of the blocks checked against the record
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:

@@ -6,10 +6,10 @@ Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, whe
 c_j is the number of samples taken from corpus j so far (`build_blending_indices` in the compiled `helpers.cpp` of
 Megatron-LM, Megatron-DeepSpeed and megatron-core).
 
-The rule works sample by sample, which is slow in numpy. So the samples are cut into at most STRETCHES stretches, and
-all stretches are computed in parallel, each from a guess of the counts at its beginning. If the counts at the end of
-the previous stretch differ from the guess, the stretch is repaired: its samples are computed again from those end
-counts, up to the sample where the new counts equal the counts of the previous pass. A repair recomputes only a few
+The rule works sample by sample, which is slow in numpy. So the samples are divided into at most STRETCHES stretches of
+consecutive samples. All stretches are computed in parallel, each from a guess of the counts at its beginning. If the
+counts at the end of the previous stretch differ from the guess, the stretch is repaired: its samples are computed again
+from those end counts, up to the sample where the new counts equal those of the previous pass. That is only a few
 samples, because the sum of the absolute differences between two sets of counts never grows: wherever the two sets
 choose different corpora, the differences for both corpora shrink. In the end, each stretch begins with the counts at
 the end of the previous stretch. So for any guess, the result equals Megatron's result, including rounding.
@@ -41,7 +41,7 @@ class MegatronBlend:
     """The first `n` samples of a blend of several corpora, in Megatron's order.
 
     Args:
-        parts: the samples of each corpus.
+        parts: samples of each corpus, in the order of `weights`.
         weights: share of each corpus, normalised as in Megatron.
         n: number of samples.
 

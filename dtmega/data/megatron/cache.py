@@ -21,7 +21,7 @@ from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.megatron.index import Indices, OrderSettings
 from dtmega.files.untrusted_json import read_object
 
-MAX_BYTES = 1 << 20  # maximum size of a description file
+MAX_BYTES = 1 << 20  # maximum size of a file that describes the settings of a cache
 # Endings of the file names: NAMED in Megatron-LM and Megatron-DeepSpeed, DESCRIBED in megatron-core.
 NAMED = ("doc_idx", "sample_idx", "shuffle_idx")
 DESCRIBED = ("document_index", "sample_index", "shuffle_index")

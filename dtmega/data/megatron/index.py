@@ -1,12 +1,12 @@
 """Megatron's doc, sample and shuffle indices of a corpus: the exact order in which Megatron's GPTDataset reads samples.
 
     indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
-    indices.shuffle[g]  # number of sample g in the stream
+    indices.shuffle[g]  # index of sample g in the stream
 
 The sequences of the .idx are repeated for as many epochs as the samples need, shuffled together and joined into one
 stream. Sample k of the stream consists of the tokens `k * S` to `k * S + S`, inclusive. The samples are shuffled too.
-If the run needs less than the share `cutoff` of the last epoch's samples, that epoch's sequences and samples are
-shuffled separately.
+If the run needs only a small part of the last epoch's samples (a share below `cutoff`), that epoch's sequences and
+samples are shuffled separately.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
@@ -166,7 +166,7 @@ def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indic
 
 
 def _pieces(settings: OrderSettings, epochs: Epochs) -> Iterator[NDArray[Any]]:
-    """Yield the doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's draws."""
+    """Yield the doc index, the sample index in chunks, and the shuffle index: Megatron's order of random draws."""
     # Megatron also uses RandomState. NEP 19 guarantees that the stream of RandomState never changes.
     random = np.random.RandomState(settings.seed)
     documents = _document_index(settings, epochs, random)
@@ -191,7 +191,7 @@ def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.R
 
 
 def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """Yield the sample index in pieces [m, 2].
+    """Yield the sample index in chunks [m, 2].
 
     Row k holds two numbers for token `k * S` of the stream: the index of the entry in `documents` whose sequence
     contains the token, and the token's offset in that sequence.

@@ -9,7 +9,7 @@ the last epoch separately. Each order depends on the number of samples that the 
 not change when the run is continued.
 
 Only next-token models can follow Megatron's order, because Megatron draws this order from numpy's generator. For BERT
-and T5, Megatron draws from a generator in compiled code while it cuts documents.
+and T5, Megatron draws from a generator in compiled code while it splits documents into samples.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
 
 
 def _n_asked(n: int, share: float) -> int:
-    """The number of samples that a corpus must provide: 0.5 % more than its share of n."""
+    """The number of samples that a corpus must provide for a blend of n samples: 0.5 % more than its share of n."""
     return math.ceil(n * share * 1.005)
 
 

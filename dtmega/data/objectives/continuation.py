@@ -49,7 +49,7 @@ class Prefix(NextToken):
 
 
 class LearnedTurns(NextToken):
-    """Cross-entropy of the tokens that bear loss in conversations, averaged over these tokens.
+    """Cross-entropy of the tokens to learn in conversations, such as the answers, averaged over these tokens.
 
     A row holds whole conversations, and no token attends to another conversation, so packing does not change the loss.
     """
@@ -71,7 +71,8 @@ class LearnedTurns(NextToken):
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
         rows = blank_rows(n_rows, data.seq_len)
         if data.pack:
-            # Put two conversations into each row, so that transformers models build their mask for packed rows.
+            # Number the positions as if each row held two conversations, so that models of transformers build the mask
+            # that they use for packed rows.
             half = -(-data.seq_len // 2)
             rows["position_ids"] = rows["places"] % half
             rows["document_ids"] = rows["places"] // half

@@ -90,13 +90,13 @@ class Objective(Protocol):
         ...
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
-        """The rows of this objective's samples, which come from one corpus or from a blend."""
+        """Make the `Rows` that turn samples of one corpus or of a blend into the tensors of a batch."""
         ...
 
     def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        """Placeholder rows without text, with the names, shapes and dtypes of real rows.
+        """Placeholder tensors without text, with the names, shapes and dtypes of a real batch.
 
-        If memory depends on the number of labels, these rows have about as many labels as real rows, or slightly more.
+        If memory depends on the number of labels, they have about as many labels as a real batch, or slightly more.
         """
         ...
 

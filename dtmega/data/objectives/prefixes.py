@@ -20,14 +20,14 @@ from dtmega.ops import keyed
 
 
 class PrefixSample(NamedTuple):
-    """A sample: its tokens [S + 1], and a 64-bit key that determines the lengths of its prefixes."""
+    """A sample: its tokens [S + 1], and a 64-bit key from which the lengths of its prefixes are drawn."""
 
     tokens: NDArray[Any]
     key: int
 
 
 class PrefixSamples(Samples):
-    """Samples of running text, each with its own key."""
+    """Samples of running text, each with the key that determines the lengths of its prefixes."""
 
     def __getitem__(self, g: int) -> PrefixSample:
         return PrefixSample(self.tokens(g), keyed.key64(f"{self._stream}/{g}/prefix"))
@@ -51,7 +51,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
     starts_here[:, 1:] = ends[:, :-1]
     document = starts_here.cumsum(axis=1) - 1
     start = np.maximum.accumulate(np.where(starts_here, place, 0), axis=1)
-    # The nearest end at or after each place, found from right to left; S if no document ends there.
+    # The nearest document end at or after each position, found from right to left; S if there is none.
     reversed_ends = np.where(ends, place, n_tokens)[:, ::-1]
     end = np.minimum.accumulate(reversed_ends, axis=1)[:, ::-1]
     drawn = keyed.draws(keys[:, None], "length", document)
@@ -60,10 +60,11 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
 
 
 def weights(n_tokens: int) -> NDArray[np.float32]:
-    """Weight of the label at each place, fp32 [S]: `2 * (S - i) / (S + 1)` at place i.
+    """Weight of the label at each position, fp32 [S]: `2 * (S - i) / (S + 1)` at position i.
 
-    The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
-    labels more often, so later labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
+    The length of a prefix is drawn uniformly, so position i has a label in (i + 1) / S of the samples. Later positions
+    have labels more often, so later labels weigh less: Megatron-DeepSpeed's
+    `--reweight-loss-based-on-position-frequency`.
     """
     place = np.arange(n_tokens)
     return (2 * (n_tokens - place) / (n_tokens + 1)).astype(np.float32)

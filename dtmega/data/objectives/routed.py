@@ -1,4 +1,4 @@
-"""An objective plus the router losses and dropped-pair counts that mixtures of experts return as additional sums."""
+"""An objective with the sums that mixtures of experts add: router losses, and the number of dropped pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Routed:
     """An objective with additional sums over the layers with experts.
 
     A router loss is divided by the number of labels times the number of layers with experts. The number of dropped
-    pairs is divided by the number of pairs in all layers with experts.
+    (token, expert) pairs is divided by the number of pairs of tokens with a label, over all these layers.
     """
 
     objective: Objective
@@ -40,7 +40,7 @@ class _Routed:
 
 
 def with_router_losses(model: MoE, objective: Objective) -> Objective:
-    """Add router losses with non-zero weights, and the share of pairs that experts dropped, to an objective.
+    """Add the router losses with non-zero weights, and the share of dropped (token, expert) pairs, to an objective.
 
     Each of these numbers is reported as a mean over the layers. The training loss contains the sum of each router loss
     over the layers.

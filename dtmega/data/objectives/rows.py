@@ -3,7 +3,7 @@
 Every microbatch of B sequences has
 
     tokens        int64 [B, S]
-    labels        int64 [B, S]  token to predict at each place, or IGNORED
+    labels        int64 [B, S]  token to predict at each position, or IGNORED
     sample_ids    int64 [B]     global sample indices, which dropout uses as keys
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
     document_ids  int64 [B, S]  index of each token's document; a token sees only tokens of its own document. Present
@@ -38,7 +38,7 @@ IGNORED = -100  # the label of a token without a loss, as in torch's cross_entro
 
 
 class Rows(Protocol):
-    """A mapping from a range of samples to their rows, pickled for worker processes."""
+    """A mapping from a range of samples to their tensors; it is pickled and sent to worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The tensors listed at the top of this file, with B = len(indices).
@@ -66,7 +66,7 @@ class NextTokenRows:
         return self.rows_of([self.samples[g] for g in indices], indices)
 
     def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows made from `samples`, each [S + 1]; `indices` holds the samples' numbers."""
+        """The tensors made from `samples`, each [S + 1]; `indices` holds the samples' global indices."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens = ids[:, :-1].clone()
         labels = ids[:, 1:].clone()
@@ -109,7 +109,7 @@ class PrefixRows(NextTokenRows):
 
 @dataclass(frozen=True)
 class ConversationRows:
-    """Rows of whole conversations, followed by padding. A token has a label if the next token bears loss.
+    """Rows of whole conversations, followed by padding. A token has a label if the next token is to be learned.
 
     With [data] pack, additional tensors keep conversations apart:
 
@@ -215,7 +215,7 @@ class SeparateRows:
 
 
 def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
-    """The rows of texts with hidden spans. `end_of_input` is described in `spans.sequences`."""
+    """The tensors for texts with hidden spans. `end_of_input` is described in `spans.sequences`."""
     batch = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
     tokens = torch.from_numpy(batch.tokens)
     decoder_tokens = torch.from_numpy(batch.decoder_tokens)
@@ -258,8 +258,8 @@ def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
 def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
     """Position of each token in its document, [B, S] -> [B, S] (Megatron-LM `get_ltor_masks_and_position_ids`)."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    # `starts` holds a token's place in the sample if the token is the first of its document, and 0 otherwise. The
-    # running maximum of `starts` is the place where a token's document starts.
+    # `starts` holds a token's index in the sample if the token is the first of its document, and 0 otherwise. The
+    # running maximum of `starts` is the index at which a token's document starts.
     starts = torch.zeros_like(tokens)
     starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
     return positions - starts.cummax(1).values

@@ -13,9 +13,9 @@ from dtmega.data.sampling.samples import AnySamples
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows whose samples are made twice: first to record which tokens the samples need, then from the fetched tokens.
+    """`Rows` that make the samples twice: first to record which tokens the samples need, then from the fetched tokens.
 
-    Recording first is possible because, in every objective, a sample's place in the files does not depend on tokens.
+    This works because no objective looks at the tokens to decide which tokens of the files a sample needs.
     """
 
     rows: Rows

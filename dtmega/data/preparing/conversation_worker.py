@@ -1,4 +1,7 @@
-"""The worker that turns conversation records into tokens. A confined process runs the chat template."""
+"""The worker that turns conversation records into tokens.
+
+The chat template runs in a child process with limits on time and memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class ChatResult(Result):
 
     Attributes:
         refused: conversations that are left out, in order.
-        learned: number of tokens that bear loss.
+        learned: number of tokens that count in the loss.
         template, by: digest of the template, and method that finds the learned tokens (MARKERS or PREFIXES); both are
             '' if the batch has no conversations.
         ends, end_ids: names and ids of the tokens that end the learned turns.
@@ -72,7 +75,7 @@ class Job:
         template: files of the chat template.
         key: key that holds the list of messages; None to find the key automatically.
         roles: mapping from role names in the records to the template's role names.
-        train_on: turns that bear loss, as in `rendering.py`.
+        train_on: turns that count in the loss, as in `rendering.py`.
     """
 
     tokenizer: str

@@ -2,10 +2,10 @@
 
     python -m dtmega tokenize --chat --input chat.jsonl --tokenizer DIR/tokenizer.json --output data/chat
 
-`messages.py` reads the records. Each worker (`conversation_worker.py`) has a confined process, in which
-`tokenizers/rendering.py` turns the conversations into tokens. `indexed_files/conversations.py` describes the files.
-`prepare_shipped` makes the files for the conversations that dtmega ships. `tools/shipped_chat.py` wrote these
-conversations.
+`messages.py` reads the records. Each worker (`conversation_worker.py`) has a child process with limits on time and
+memory, in which `tokenizers/rendering.py` turns the conversations into tokens. `indexed_files/conversations.py`
+describes the files. `prepare_shipped` makes the files for the conversations that dtmega ships, which
+`tools/shipped_chat.py` wrote.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Tally:
         skip_empty: whether to count conversations without a token to learn, instead of raising an error.
 
     Attributes:
-        learned: number of tokens that bear loss.
+        learned: number of tokens that count in the loss.
         template: digest of the template.
         end_ids: ids of the tokens that end a learned turn.
     """

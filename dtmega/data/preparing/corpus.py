@@ -2,7 +2,7 @@
 
 The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
 standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
-each Python version, vocabulary and form (whole documents or sentences). `prepare_stdlib` may run in
+each Python version and vocabulary, and separately as whole documents and as sentences. `prepare_stdlib` may run in
 several processes at once and may be killed at any time.
 """
 
@@ -88,12 +88,12 @@ def _read(path: Path) -> str:
 
 
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The documents of a topic or a source: each document is a list of sentences, and a sentence is a list of ids.
+    """The documents of a topic or a source file: lists of sentences, each a list of ids.
 
-    A topic is one document. A source is cut before each class or function, and each piece is a document. BERT learns
-    which of two segments comes first, but the order of definitions in a file is arbitrary, so BERT could not learn this
-    order across definitions. Each document has at least two blocks if possible, because a document with one block gives
-    no pair.
+    A topic is one document. A source file is split before each class or function, and its sentences are blocks between
+    blank lines. BERT learns which of two segments comes first, but the order of definitions in a file is arbitrary, so
+    BERT could not learn this order across definitions. A document of a single block gives no pair of segments, so it
+    also takes the next definition.
 
     Args:
         name: name of the topic or source, as yielded by `documents`.
@@ -115,8 +115,8 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
 
     Args:
         tokenizer: tokenizer of the corpus.
-        in_sentences: flag; if True, each sequence is one sentence or block (`sentence_documents`); if False, each
-            sequence is a whole document that ends with `eod_id`.
+        in_sentences: whether each sequence is one sentence or block (`sentence_documents`). Otherwise, each sequence is
+            a whole document that ends with `eod_id`.
 
     Raises:
         ValueError: this Python lacks the library's sources, or no cache directory is writable.

@@ -31,7 +31,7 @@ from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile
 from dtmega.ops import keyed
 
 FORMAT = 1  # increase this number when a change alters the table for the same documents and targets
-CHUNK = 1 << 20  # number of sentences or documents cut at a time, to bound the memory; longer documents are cut whole
+CHUNK = 1 << 20  # number of sentences or documents cut at a time, to bound the memory; a longer document is cut at once
 LONG = 1 << 22  # tables for at least this many sentences are kept in a file; smaller tables are computed in a second
 
 
@@ -106,7 +106,7 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """Yield the table in pieces, one for each range of documents, to limit memory use."""
+    """Yield the table in chunks, one for each range of documents, to limit memory use."""
     start, stop = documents
     while start < stop:
         # Take as many documents as fit in CHUNK sentences, but at least one document.

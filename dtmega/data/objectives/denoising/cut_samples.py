@@ -29,7 +29,7 @@ class CutSamples(ABC):
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
-        split: "train", "valid" or "test"; `split` and `corpus` together give each part its own draws, as in `Samples`.
+        split: "train", "valid" or "test"; `split` and `corpus` together give each part random draws of its own.
         corpus: position of the corpus in a blend.
 
     Attributes:

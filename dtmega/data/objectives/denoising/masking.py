@@ -44,7 +44,7 @@ class MaskedTokens(NamedTuple):
 
     Attributes:
         tokens: tokens that the model reads, int64 [B, S].
-        hidden: mask of the places where the model has to predict the original token, bool [B, S].
+        hidden: mask of the positions where the model has to predict the original token, bool [B, S].
     """
 
     tokens: NDArray[np.int64]
@@ -85,7 +85,7 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
 
 def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """The tokens that the model reads, [B, S]: each hidden place has [MASK], a random token or the original token."""
+    """The tokens that the model reads, [B, S]; a hidden token becomes [MASK] or a random token, or stays unchanged."""
     keys = pairs.keys[:, None]
     places = np.arange(pairs.tokens.shape[1])
     kind = keyed.uniform(keyed.draws(keys, "kind", places))

@@ -5,10 +5,10 @@
     hide(counts, [samples[g] for g in range(8)])  # hidden spans in texts [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and all other tokens are cut into an equal number of pieces;
-every cut is equally likely. Pieces and spans alternate, beginning with a piece of text. All samples have equal counts:
+`run_t5_mlm_flax.py`. The hidden tokens are divided at random into spans, and the visible tokens into as many runs; all
+divisions are equally likely. Runs and spans alternate, beginning with a visible run. All samples have equal counts:
 every text has the greatest length for which the encoder's sequence still fits in S. The encoder's sequence consists of
-the text that is not hidden, a sentinel for each span, and the end mark.
+the visible text, a sentinel for each span, and the end mark.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SpanCounts(NamedTuple):
 
     @property
     def n_encoder_tokens(self) -> int:
-        """Length of the encoder's sequence: text that is not hidden, sentinels and the end mark."""
+        """Length of the encoder's sequence: visible text, sentinels and the end mark."""
         return self.n_tokens - self.n_hidden + self.n_spans + 1
 
     @property
@@ -51,8 +51,8 @@ class SpanCounts(NamedTuple):
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
     """Compute the token and span counts of a sample with `n_tokens` >= 2 tokens of text."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
-    # Each span has at least one hidden token and follows a piece with at least one other token. So there cannot be
-    # more spans than hidden tokens, nor more spans than other tokens.
+    # Each span has at least one hidden token and follows at least one visible token. So there cannot be more spans than
+    # hidden tokens, nor more spans than visible tokens.
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return SpanCounts(n_tokens, n_hidden, n_spans)
 
@@ -88,7 +88,10 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """Samples of running text, each with its own key. The last token, which also begins the next sample, is dropped."""
+    """Samples of running text, each with a key that determines its hidden spans.
+
+    The last token of a sample is dropped, because the next sample begins with it.
+    """
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
@@ -110,19 +113,19 @@ def hide(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
 
 
 def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Mask of the hidden tokens, bool [B, L]; pieces of text and hidden spans alternate."""
+    """Mask of the hidden tokens, bool [B, L]; visible runs and hidden spans alternate."""
     text = _pieces(counts.n_tokens - counts.n_hidden, counts.n_spans, keys, "text")
     spans = _pieces(counts.n_hidden, counts.n_spans, keys, "hidden")
     lengths = np.stack([text, spans], 2).reshape(len(keys), -1)
-    # Mark where each piece or span ends and the next begins. A token after an odd number of marks is hidden.
+    # Mark where each run or span ends and the next begins. A token after an odd number of marks is hidden.
     changes = np.zeros((len(keys), counts.n_tokens), np.bool_)
     np.put_along_axis(changes, lengths.cumsum(1)[:, :-1], True, 1)
     return changes.cumsum(1) % 2 == 1
 
 
 def _pieces(n_items: int, n_pieces: int, keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """Random lengths >= 1 that add up to n_items, [B, n_pieces]; each way to cut the items is equally likely."""
-    # A cut is possible after each item except the last. Choose n_pieces - 1 of these n_items - 1 places.
+    """Random lengths >= 1 that add up to n_items, [B, n_pieces]; all such lists of lengths are equally likely."""
+    # A piece may end after any item but the last. Choose n_pieces - 1 of these n_items - 1 items as ends.
     order = np.argsort(keyed.draws(keys[:, None], name, np.arange(n_items - 1)), 1)
     last_items = np.sort(order[:, : n_pieces - 1], 1)
     bounds = np.pad(last_items, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, n_items - 1)))

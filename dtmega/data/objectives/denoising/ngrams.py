@@ -109,7 +109,7 @@ def choose(
     index = np.arange(width)
     is_word = words.sizes > 0
     order = keyed.draws(keys[:, None], "order", index)
-    order[~is_word] = np.iinfo(np.uint64).max  # places without a word come last
+    order[~is_word] = np.iinfo(np.uint64).max  # entries without a word come last
     order = np.argsort(order, 1, kind="stable")
 
     # Number of tokens in the n-grams of 1, 2, ..., max_ngram words that begin at each word, [B, W, max_ngram].
@@ -118,8 +118,8 @@ def choose(
     totals = np.cumsum(padded[:, index[:, None] + ahead], 2)
     chosen = np.zeros(padded.shape, np.bool_)
     firsts = np.zeros(padded.shape, np.bool_)
-    # For each sample: the number of tokens still to hide, the room that is left, and the number of n-grams still
-    # allowed.
+    # For each sample: how many tokens are still to hide, how many tokens and sentinels still fit, and how many n-grams
+    # are still allowed.
     remaining = to_hide.copy()
     room_left = np.full(n_rows, room)
     grams_left = np.full(n_rows, max_grams)

@@ -111,7 +111,7 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_tokens = np.array([len(sample.tokens) for sample in samples])
     n_earlier = np.array([sample.n_first for sample in samples])
     n_later = n_tokens - n_earlier
-    # `text` joins the tokens of all samples. `earlier` and `later` are the places in `text` where each sample's two
+    # `text` joins the tokens of all samples. `earlier` and `later` are the indices in `text` at which each sample's two
     # segments start.
     text = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
     earlier = np.cumsum(n_tokens) - n_tokens
@@ -127,8 +127,8 @@ def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pa
     n_first = n_first - less_first
     n_second = n_second - less_second
 
-    # `in_first` and `in_second` give each place's index within the first and the second segment; an index outside its
-    # segment is meaningless.
+    # `in_first` and `in_second` count each position from the start of the first and of the second segment. They are
+    # negative before the segment, and at least its length after it.
     places = np.arange(seq_len)
     in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]

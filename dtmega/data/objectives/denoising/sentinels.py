@@ -1,4 +1,4 @@
-"""The marks of span corruption: ids that stand for hidden spans, and ids that begin, end and pad sequences.
+"""The special tokens ("marks") of span corruption: sentinels for hidden spans, and tokens to begin, end and pad.
 
     mark_ids = marks(tokenizer, n_sentinels=100)
     mark_ids.sentinels[0]  # stands for the first hidden span of a sample
@@ -20,7 +20,7 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class Marks(NamedTuple):
-    """The ids of all marks; no mark stands for text.
+    """The ids of all marks, the special tokens of span corruption.
 
     Attributes:
         sentinels: ids of the sentinels; number i stands for hidden span i of a sample.

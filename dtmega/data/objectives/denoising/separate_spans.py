@@ -27,7 +27,7 @@ from dtmega.data.objectives.denoising.spans import HiddenSpans, SpanSample
 from dtmega.files.console import counted
 from dtmega.ops import keyed
 
-N_SPECIAL = 2  # number of places in the encoder's sequence that Megatron leaves free
+N_SPECIAL = 2  # number of positions in the encoder's sequence that Megatron leaves free
 STOPS = 0.2  # probability that a span ends after each of its words
 
 
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
         mask_prob: share of the tokens to hide.
         max_span: maximum number of words in a span.
         sentinels: number of sentinels, which is also the maximum number of spans.
-        room: T, length of the decoder's sequence.
+        room: T, length of the decoder's sequence: hidden n-grams, their sentinels and the end mark must fit in it.
     """
 
     mask_prob: float

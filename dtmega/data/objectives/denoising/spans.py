@@ -32,7 +32,7 @@ class HiddenSpans(NamedTuple):
 
     Attributes:
         tokens: tokens of the texts, int64 [B, L].
-        is_text: mask of the texts, bool [B, L]; false at the padding of shorter texts.
+        is_text: mask of the tokens that are text, bool [B, L]; false at the padding of shorter texts.
         hidden: mask of the hidden tokens, bool [B, L].
         begins: mask of the first token of each hidden span, bool [B, L]. Without this mask, two spans that touch would
             look like a single span.
