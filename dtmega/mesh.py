@@ -10,7 +10,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     ep         ep neighbours in fsdp: these ranks divide the experts of a layer, and exchange the experts' tokens
     efsdp      fsdp / ep: each expert's parameters are sharded over these ranks
-    pp 0+2     ranks 0 and 2 along pp in one pipeline, if their stages share a parameter (`World.between`)
+    pp 0+2     ranks with pp coordinates 0 and 2 in one pipeline, if their stages share a parameter (`World.between`)
     place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
 

@@ -77,12 +77,12 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
 
 def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directions, model: Any) -> Source:
-    """The stored tensors under the model's names. Each tensor is stored whole or as several components.
+    """The stored tensors under the model's names. A tensor may be stored as several components, e.g. one per expert.
 
     Args:
         files: safetensors files of one directory.
         keys: map from each tensor's or component's name in the model to a key in the files.
-        components: rules for assembling parameters from components.
+        components: recipes for assembling parameters from stored components.
         model: the model, which determines the stored names of components.
 
     Raises:
