@@ -10,7 +10,7 @@ communicates most, connects neighbours on one machine. Each set of ranks that su
     model      pp x cp x tp: these ranks compute one microbatch together, so each of them must read that microbatch
     ep         ep neighbours in fsdp: these ranks divide the experts of a layer, and exchange the experts' tokens
     efsdp      fsdp / ep: each expert's parameters are sharded over these ranks
-    pp 0+2     ranks at places 0 and 2 of a pipeline, if the stages there share a parameter (`World.between`)
+    pp 0+2     ranks with pp coordinates 0 and 2 in one pipeline, if their stages share a parameter (`World.between`)
     place      dp_replicate x dp_shard x cp x tp: these ranks hold the same stages (`World.at_place`); only for Muon
 """
 
@@ -47,19 +47,19 @@ DERIVED = {
 }
 # Groups that only some runs make (`World.at_place`).
 ON_DEMAND = {"place": (*DATA, "cp", "tp")}
-# The mesh dims that parameters are laid out on. fsdp includes cp, so cp ranks hold different shards too.
+# The dims of the parameters' mesh. fsdp includes cp, so cp ranks hold different shards too.
 LAID_OUT = ("pp", "dp_replicate", "fsdp", "tp")
-# The mesh dims that experts are laid out on if ep > 1. The dims efsdp and ep replace fsdp.
+# The dims of the experts' mesh, if ep > 1: efsdp and ep replace fsdp.
 EXPERTS_LAID_OUT = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 TIMEOUT_S = 600.0
 
 
 class ExpertMesh(NamedTuple):
-    """Two slices of the experts' mesh, which has the dims EXPERTS_LAID_OUT.
+    """Two submeshes of the experts' mesh, which has the dims EXPERTS_LAID_OUT.
 
     Attributes:
-        held: slice over which a layer's experts are divided: (ep, tp), or (ep,) if tp is 1.
-        sharded: slice over which each rank's experts are sharded: (efsdp,), or (dp_replicate, efsdp) for HSDP.
+        held: submesh over which a layer's experts are divided: (ep, tp), or (ep,) if tp is 1.
+        sharded: submesh over which each rank's experts are sharded: (efsdp,), or (dp_replicate, efsdp) for HSDP.
     """
 
     held: DeviceMesh
@@ -74,9 +74,9 @@ class World:
         rank, size: index of this process, from 0, and number of processes.
         device: device on which this process computes.
         sizes: size of each axis.
-        mesh: mesh on which parameters are laid out, with the dims LAID_OUT.
-        tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
-        experts: slices of the experts' mesh; None if ep is 1.
+        mesh: the parameters' mesh, with the dims LAID_OUT.
+        tp, fsdp: submeshes of `mesh`, made once, because torch compares meshes by identity.
+        experts: submeshes of the experts' mesh; None if ep is 1.
         data_rank, data_size: index of this process's slice of the global batch, and number of slices.
         groups: process groups of this process, keyed by the name of an axis or of a set of ranks, such as "fsdp".
         timeout: timeout of every group's collectives.
@@ -101,10 +101,10 @@ class World:
         return self.groups[axis].rank()
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places in this process's pipeline; None if the process is at another place.
+        """The group of this pipeline's ranks at these pp coordinates; None if this process is at another coordinate.
 
-        The first call for a set of places makes the group and adds it to `groups`, under a name like "pp 0+2". All
-        processes must call this method for the same sets of places, in the same order.
+        The first call for a set of coordinates makes the group and adds it to `groups`, under a name like "pp 0+2". All
+        processes must call this method for the same sets of coordinates, in the same order.
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
@@ -120,7 +120,7 @@ class World:
         return group
 
     def at_place(self) -> dist.ProcessGroup:
-        """The group of all ranks at this process's place in the pipelines. The ranks are in the order of AXES.
+        """The group of all ranks with this process's pp coordinate. The ranks are in the order of AXES.
 
         If no existing group has exactly these ranks, the method makes the group and adds it to `groups`. All processes
         must call this method together.

@@ -2,7 +2,7 @@
 
 BERT is an encoder: every token attends to all tokens of its sample except padding. BERT is trained to fill in masked
 tokens and to detect whether the two segments of a sample were swapped. bloom.py explains how a model written for one
-device also runs in pieces.
+device also runs sharded over many.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.cross_entropy import IGNORED
 
 N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in segment B
-IGNORED_SAMPLE = -100  # label of a sample whose first token is on another rank
+IGNORED_SAMPLE = -100  # label of a sample whose first token is on another cp rank
 
 
 class Block(nn.Module):
@@ -105,7 +105,7 @@ class Bert(Model):
 
     Attributes:
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the indices along with the heads.
+            a plan can shard them along with the heads.
     """
 
     cfg: config.Bert
@@ -154,15 +154,15 @@ class Bert(Model):
 
         Args:
             tokens: token ids, [B, S] int64, in which [MASK] replaces some tokens.
-            labels: original token at each masked place, [B, S] int64; the loss ignores labels of -100.
+            labels: original token at each masked position, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             token_types: segment of each token, 0 or 1, [B, S] int64; None if all tokens are in segment 0.
             swapped: flag for each sample, [B] int64: 1 if its segments are swapped, otherwise 0; needed with labels.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
                 Padding counts as a separate document.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, `hidden` is only this rank's part.
-            places: global index of each token in its sample, [B, S] int64, below `longest`.
+            hidden: hidden state from the previous stage, for stages without the embedding: [B, S, D], or [B, S/tp, D]
+                with sequence parallelism.
+            places: global position of each token in its sample, [B, S] int64, below `longest`.
 
         Returns:
             - {"lm": token losses, "order": segment-order losses, "order_right": number of samples whose order is
@@ -194,7 +194,7 @@ class Bert(Model):
         if swapped is None:
             raise ValueError("labels need swapped [B] with them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
-        # OrderHead reads a sample's first token. If several ranks share a sample, only one rank has that token.
+        # OrderHead reads a sample's first token. Under cp, only one rank has that token.
         swapped = swapped.masked_fill(places[:, 0] != 0, IGNORED_SAMPLE)
         return {
             "lm": self.head(hidden, labels),
@@ -207,7 +207,7 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """Count the named piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
+        """The `Piece.attention_flops` of the piece with this name, such as "layers.0". Padding is counted like text.
 
         Tokens attend in both directions, which takes twice the FLOPs of a causal decoder.
         """

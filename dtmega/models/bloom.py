@@ -1,9 +1,9 @@
 """BLOOM (arXiv:2211.05100): Megatron's GPT with ALiBi, a LayerNorm after the embedding, and a tied head.
 
-Like every model in this package, BLOOM is written as if for one device. Two conventions let this code run in pieces:
+Like every model in this package, BLOOM is written as if for one device. Two conventions let it run sharded over many:
 
 - The first and last modules may be None, so that one `forward` serves every stage of a pipeline.
-- The number of heads is taken from tensor shapes, so that weights cut by tensor parallelism need no special case.
+- The number of heads is taken from tensor shapes, so that weights sharded over tp need no special case.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Bloom(Model):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        slopes: ALiBi slope of each head (arXiv:2108.12409). The slopes are stored as a buffer, so that a plan can cut
-            the slopes along with the heads.
+        slopes: ALiBi slope of each head (arXiv:2108.12409). The slopes are stored as a buffer, so that a plan can shard
+            them along with the heads.
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the indices along with the heads.
+            a plan can shard them along with the heads.
     """
 
     cfg: config.Bloom
@@ -102,16 +102,16 @@ class Bloom(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
+            labels: token to predict at each position, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             position_ids: positions, [B, S] int64, ignored because ALiBi uses the distances between `places`, as in
                 Megatron.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, `hidden` is only this rank's part.
-            places: global index of each token in its sample, [B, S] int64.
+            hidden: hidden state from the previous stage, for stages without the embedding: [B, S, D], or [B, S/tp, D]
+                with sequence parallelism.
+            places: global position of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
         Returns:

@@ -25,18 +25,18 @@ from dtmega.ops.context_parallel import ContextParallel
 
 
 class Capacity(NamedTuple):
-    """The maximum number of pairs that each expert takes from each document of a microbatch.
+    """The maximum number of (token, expert) pairs that each expert takes from each document of a microbatch.
 
-    Under cp, every rank finds the pairs over the limit in the whole sequences, so that the layout does not change which
-    pairs are dropped.
+    Under cp, every rank gathers the pairs of the full sequences to find those over the limit, so that the layout does
+    not change which pairs are dropped.
 
     Attributes:
-        document: document number of each token in whole sequences, [B, S] int64. The last number is reserved for tokens
-            that do not count.
+        document: document number of each token in the full sequences, [B, S] int64. The last number is reserved for
+            tokens that do not count.
         limit: maximum number of pairs that an expert takes from each document, [documents + 1] int64. The last entry,
             for tokens that do not count, is never reached.
         n_experts: E, the number of experts.
-        context: ranks that share the sequences; None if this rank has whole sequences.
+        context: cp ranks over which the sequences are sharded; None without cp.
     """
 
     document: Tensor
@@ -54,7 +54,7 @@ class Capacity(NamedTuple):
         if self.context is not None:
             chosen = self.context.whole(chosen.to(torch.int32), balanced=True)
         queue = self.document.unsqueeze(-1) * self.n_experts + chosen  # [B, S, k]
-        # A stable sort keeps each queue's pairs in the order of their places.
+        # A stable sort keeps each queue's pairs in the order of their tokens.
         in_order, pairs = queue.flatten().sort(stable=True)
         numbers = torch.arange(len(pairs), device=pairs.device)
         number_in_queue = torch.empty_like(pairs)
@@ -75,7 +75,7 @@ def capacity_of(
         counts: flag for each token, [B, S / cp] bool; True if the token counts.
         document: index of each token's document in the microbatch, [B, S / cp] int64.
         length: number of tokens that count in each document, [documents] fp32.
-        context: ranks that share the sequences; if given, the tokens are this rank's part of the sequences.
+        context: cp ranks over which the sequences are sharded; None without cp.
     """
     n_documents = len(length)
     document = document.masked_fill(~counts, n_documents)

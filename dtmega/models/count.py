@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of a model's pieces, computed from modules that may be on the meta device."""
+"""Parameter and FLOP counts of a model's pieces (embedding, each layer, head), which may be on the meta device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtmega.ops.cost import Piece
 
 
 def pieces(whole: Model) -> list[Piece]:
-    """List a whole model's pieces with their costs, in the pipeline's order.
+    """List a whole model's pieces (embedding, each layer, head) in pipeline order, with the costs of each piece.
 
     A frozen weight needs no matrix product for its own gradient. The gradient of the weight's input needs no product
     either, unless an earlier weight is trained.

@@ -56,8 +56,8 @@ def order_by_expert(experts: Tensor, n_experts: int) -> Order:
 class Experts(nn.Module):
     """E gated feed-forward layers, down(silu(gate x) * up x), with their weights stacked along the first dim.
 
-    tp cuts the width F of each expert, ep divides the stack, and FSDP2 cuts a rank's part of the stack. Each pair costs
-    one row of a matrix product, even if its expert gets no other pair.
+    tp shards each expert's width F, ep divides the experts among ranks, and FSDP2 shards the experts that a rank has.
+    Each pair costs one row of a matrix product, even if its expert gets no other pair.
 
     Args:
         n_experts: E, the number of experts.
@@ -89,7 +89,7 @@ class Experts(nn.Module):
         return self.compute(x, experts, weights, local(self.gate), local(self.up), local(self.down))
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-        """Compute `forward` with this rank's gate, up and down matrices, which may be cut along F."""
+        """Compute `forward` with this rank's gate, up and down matrices, which may be sharded along F."""
         k = experts.shape[1]
         order = order_by_expert(experts, self.n_experts)
         rows = dispatch(x.flatten(0, 1), order, k)  # [N k, D]

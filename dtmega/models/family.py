@@ -94,15 +94,15 @@ class Family(Protocol):
         ...
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        """Make a small model on the default device; tp can cut it like the configured model. Return (config, model)."""
+        """Build a small copy of the model on the default device; tp can shard both alike. Return (config, model)."""
         ...
 
     def complete(self, model: config.Model, objective: Objective) -> Objective:
-        """Extend an objective of this family with the additional sums that the model returns."""
+        """Add the further sums that the model returns, such as an expert model's balance loss, to an objective."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
-        """List a whole model's pieces with their costs, in the pipeline's order."""
+        """List a whole model's pieces (embedding, each layer, head) in pipeline order, with the costs of each piece."""
         ...
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
@@ -118,20 +118,20 @@ class Family(Protocol):
         """Return True if attention under cp exchanges heads, False if attention gathers keys and values.
 
         Raises:
-            ValueError: [mesh] cp_form selects a form that does not fit the model.
+            ValueError: [mesh] cp_form has a value that does not fit the model's heads.
         """
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a meta stage over tp. Return the names of the parameters whose gradients must be summed over tp."""
+        """Shard a meta stage over tp. Return the names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Allocate a stage that was cut on meta, and set up its ties and buffers. Parameter values remain undefined."""
+        """Allocate a stage that was sharded on meta, and set up ties and buffers. Parameter values remain undefined."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """Build meta tensors for the tensors that a stage passes on: name -> tensor with this rank's shape.
+        """Build meta tensors like those that a stage sends to the next stage: name -> tensor with this rank's shape.
 
         Args:
             cfg: configuration of the run.
@@ -235,7 +235,7 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
 
     Args:
         cfg: configuration of the run.
-        parts: number of ranks over which the sequence is cut.
+        parts: number of ranks over which the sequence is sharded.
         length: key of [data] that holds S.
     """
     shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)

@@ -1,12 +1,12 @@
 """Generation: sample text from a model token by token, for one prompt or a small batch of prompts.
 
-Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. If
-tp cuts a model along the sequence, the model cannot keep keys and values, because a single token cannot be cut over
-ranks. The model then recomputes all tokens for every new token, which does not change the result.
+Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once.
+Under tp they are not kept, because sequence parallelism cannot shard a single token over the ranks. The model then
+recomputes all tokens for every new token, which does not change the result.
 
 Prompts of different lengths are padded to a common length. If keys and values are kept, the padding is on the left, so
-that the next tokens of all prompts form one column; the padding is a separate document, at negative places. If keys and
-values are not kept, the padding is on the right, where a causal model ignores it.
+that the next tokens of all prompts form one column; the padding is a separate document, at negative positions. If keys
+and values are not kept, the padding is on the right, where a causal model ignores it.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if not same_length:
             # Padding is a separate document, so no text attends to padding.
             rows["document_ids"] = (places < 0).long()
-            # Clamp places to valid positions. Padding has no valid position, and neither does the next token of a
-            # sample that has used all positions but stays in the batch until all samples have ended.
+            # Clamp to the positions that the model has: padding is at negative ones, and a sample that has used all
+            # positions stays in the batch until all samples have ended.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 

@@ -2,7 +2,7 @@
 
 The model is BLOOM with learned position embeddings instead of ALiBi, and without the LayerNorm after the embedding.
 Both models use attention and feed-forward from layers.py. bloom.py explains how a model written for one device also
-runs in pieces: as pipeline stages, or cut by tensor parallelism.
+runs as pipeline stages and with tensor parallelism.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GPT(Model):
 
     Attributes:
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the indices along with the heads.
+            a plan can shard them along with the heads.
     """
 
     cfg: config.GPT
@@ -91,16 +91,16 @@ class GPT(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
+            labels: token to predict at each position, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             position_ids: index of each token in the position embedding, [B, S] int64, below `longest`; None to use
                 `places` as the indices.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, `hidden` is only this rank's part.
-            places: global index of each token in its sample, [B, S] int64.
+            hidden: hidden state from the previous stage, for stages without the embedding: [B, S, D], or [B, S/tp, D]
+                with sequence parallelism.
+            places: global position of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
         Returns:

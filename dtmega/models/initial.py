@@ -14,7 +14,7 @@ from dtmega.ops.shards import boxes
 
 @torch.no_grad()
 def init_weights(model: Model, seed: int) -> None:
-    """Set the initial values of this rank's part of each parameter.
+    """Set the initial values of all parameters, or of this rank's shards of them.
 
     The values are drawn from N(0, `Model.init_std`). If `init_std` is None, all values are `Model.init_constant`.
     """
@@ -25,10 +25,10 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def draw(parameter: Tensor, name: str, seed: int, std: float | None, constant: float) -> None:
-    """Set the initial values of this rank's part of a parameter.
+    """Set the initial values of a parameter, or of this rank's shard of it.
 
     Args:
-        parameter: parameter to fill, which may be cut.
+        parameter: parameter to fill, which may be sharded.
         name: name of the parameter in the whole model.
         seed: seed of the values.
         std: standard deviation of the values; None to set all values to `constant`.

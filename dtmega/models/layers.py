@@ -21,7 +21,7 @@ Gelu = Literal["erf", "tanh"]
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of (site key, sample id, global place, channel) instead of a generator's state.
+    """Dropout whose mask is a function of (site key, sample id, global position, channel), not of a generator's state.
 
     The dropped elements therefore do not depend on the layout, and recomputation needs no saved generator state.
 
@@ -42,10 +42,10 @@ class KeyedDropout(nn.Module):
         """Drop elements of x, [B, S, D], and multiply the remaining elements by 1 / (1 - p).
 
         Args:
-            x: activations, [B, S, D], or this rank's part along S or D.
+            x: activations, [B, S, D], or this rank's shard along S or D.
             sample_ids: global sample indices, [B] int64; may be None only if nothing is dropped.
-            places: global place of each token of x, [B, S] int. If x is only a part along S, the plan replaces the
-                places of the whole sequence with the places of that part.
+            places: global position of each token of x, [B, S] int. If x is a shard along S, the plan replaces the
+                positions of the full sequence with those of the shard.
             channel_ids: global indices of the channels of x, [D] int32; None if x has all channels.
         """
         if self.p == 0.0 or not self.training:
@@ -141,7 +141,7 @@ class FusedAttention(nn.Module):
         return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
 
     def unseen(self) -> dict[str, Tensor]:
-        """The unseen elements of the fused bias, i.e. its key rows: bias name -> bool mask [3 D] (`Model.unseen`)."""
+        """Mask of the fused bias's key rows, which affect no output: bias name -> bool [3 D] (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 
@@ -172,7 +172,7 @@ class MLP(nn.Module):
 
     Args:
         cfg: sizes and kind of gate of the model.
-        form: form of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
+        form: variant of the GELU; Megatron, BLOOM and GPT-2 use the tanh approximation.
     """
 
     def __init__(self, cfg: config.DropoutModel, form: Gelu = "tanh") -> None:
@@ -256,7 +256,7 @@ class LMHead(nn.Module):
 def finish(
     hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None, label_weights: Tensor | None
 ) -> Any:
-    """Compute the result of one decoder stage.
+    """Compute the outputs of a decoder stage from the hidden state after its last layer.
 
     Returns:
         {"hidden": hidden} on a stage without the head; on the stage with the head, {"lm": fp32 sum of token losses} if

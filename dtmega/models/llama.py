@@ -3,7 +3,7 @@
 Mistral (arXiv:2310.06825) is a Llama whose attention has a window. Qwen3 (arXiv:2505.09388) is a Llama with an RMSNorm
 on each query and key.
 
-bloom.py explains how a model written for one device also runs in pieces.
+bloom.py explains how a model written for one device also runs sharded over many.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Llama(Model):
     Attributes:
         block: class of a layer, called with the sizes of the model and the number of the layer.
         frequencies: rotation angle per position, one for each channel pair. All heads use the same frequencies, so no
-            plan cuts them.
+            plan shards them.
     """
 
     cfg: config.Llama
@@ -159,15 +159,15 @@ class Llama(Model):
 
         Args:
             tokens: token ids, [B, S] int64.
-            labels: token to predict at each place, [B, S] int64; the loss ignores labels of -100.
+            labels: token to predict at each position, [B, S] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, ignored because Llama has no dropout.
             position_ids: positions for the rotation of queries and keys, [B, S] int64; None to use `places`.
             document_ids: index of each token's document, [B, S] int64; a token attends only to its own document.
             prefix: mask of the prefix, [B, S] bool; a token attends to its document's whole prefix, even later tokens.
             label_weights: weight of each token's loss in the sum, [B, S] fp32; None if all weights are 1.
-            hidden: hidden state from the previous stage, [B, S, D], for stages without the embedding. If a plan cuts
-                the sequence, `hidden` is only this rank's part.
-            places: global index of each token in its sample, [B, S] int64.
+            hidden: hidden state from the previous stage, for stages without the embedding: [B, S, D], or [B, S/tp, D]
+                with sequence parallelism.
+            places: global position of each token in its sample, [B, S] int64.
             cache: key/value cache of the earlier tokens; this call adds `tokens` to the cache.
 
         Returns:

@@ -114,8 +114,8 @@ class Transformers:
             )
         if sizes["cp"] > 1:
             _check_context(whole.hf.config, cfg)
-            # Check the lengths with tp=1: cp always cuts a sequence into two slices per rank, but tp cuts a sequence
-            # only if tp divides the sequence's length.
+            # cp splits each sequence into two slices per rank, so every length must be divisible by 2 cp. tp adds no
+            # condition, hence tp=1: a length that tp does not divide is computed without sequence parallelism.
             check_lengths(cfg, whole, lengths, {**sizes, "tp": 1})
         if sizes["tp"] > 1:
             try:
@@ -152,8 +152,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # tp does not cut the hidden state between stages, because sequence parallelism begins and ends within a stack
-        # of blocks.
+        # Between stages, the hidden state is not sharded over tp, because sequence parallelism begins and ends within a
+        # stack of blocks.
         return {"hidden": hidden_state(cfg, sizes["cp"], "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:
@@ -197,7 +197,7 @@ class Transformers:
 
 
 def _packs(cfg: config.Config) -> bool:
-    """True if a row may hold several conversations."""
+    """True if one sequence of the batch may hold several conversations."""
     return cfg.data.objective == "conversations" and cfg.data.pack
 
 
@@ -207,7 +207,7 @@ def _always_fp32(hf: Any, name: str) -> bool:
 
 
 def _check_context(hf_config: Any, cfg: config.Config) -> None:
-    """Raise an error if ranks cannot share the model's sequences.
+    """Raise an error if the model cannot be trained with cp > 1, where each sequence is sharded over the cp ranks.
 
     Raises:
         ValueError: the family is not in OVER_CP, or a key in the config asks for attention that cp does not support.

@@ -32,7 +32,7 @@ def resolve(cfg: config.Config) -> config.Config:
         values = sizes(directory)
     except ValueError:
         raise
-    except Exception as error:  # raised by the family's own code, or by a model that is not a plain decoder
+    except Exception as error:  # from transformers' code, or because the model is not a plain decoder
         raise ValueError(
             f"{directory}/config.json: '{hf_config.model_type}' is not a decoder that the trainer can train: "
             f"{type(error).__name__}: {error} ([model] path)"

@@ -1,4 +1,4 @@
-"""Read a distributed megatron-core checkpoint as whole tensors, named as in core_forms.py.
+"""Read a distributed megatron-core checkpoint as unsharded tensors, named as in core_forms.py.
 
     iter_0001000/metadata.json      the backend's name; torch_dist stands for torch.distributed.checkpoint
     iter_0001000/common.pt          a pickle of the arguments and everything else that all ranks share, decoded as data
@@ -158,7 +158,7 @@ def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
 
 
 def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
-    """The checkpoint's tensors, with stacks split into layers.
+    """The checkpoint's tensors. A tensor that is stacked over the layers, [L, ...], is split into one tensor per layer.
 
     Args:
         shapes: shape of each weight, keyed by the weight's name in the checkpoint.
@@ -174,10 +174,10 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """The assemblies for a stored weight, keyed by tensor name. A stack has one assembly per layer.
+    """How to read our tensors from a stored weight, keyed by tensor name: one per layer if the weight is [L, ...].
 
     Args:
-        name: name of the weight; the name shows whether the weight is a stack.
+        name: name of the weight, which shows whether the weight is stacked over the layers.
         key: name of the stored tensor that holds the values (the weight itself, its fp32 master or a moment).
         shape: shape of the weight.
     """

@@ -31,7 +31,7 @@ STATEFUL_IN_LAYER = (
     *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
-NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # stateful too, where present
+NORMS_OF_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # extra state here too
 STATEFUL_AT_END = "decoder.final_layernorm"
 
 # Arguments that change the model, in addition to those in PLAIN. Only the values listed here are supported.

@@ -78,7 +78,7 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
     """Check that a folder has every layer file of a model, and no other layer files.
 
     Raises:
-        ValueError: a file is missing, or a file has no place in the model.
+        ValueError: a layer file is missing, or is for a layer or rank that the model does not have.
     """
     expected: set[tuple[int, int]] = set()
     for number in range(n_layers + 5):

@@ -1,4 +1,4 @@
-"""Open a checkpoint from any Megatron fork: the run's state, and whole tensors under the fork's names.
+"""Open a checkpoint from any Megatron fork: the run's state, and unsharded tensors under the fork's names.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
@@ -37,7 +37,7 @@ class Contents(NamedTuple):
         args: the run's arguments as plain values; empty if the files have no arguments.
         weights: tensors of the whole model, named as in the formats that `program` selects.
         moments: sources of exp_avg and exp_avg_sq, under the weights' names; empty if the moments are incomplete.
-        progress: the run's progress; meaningful only if there are moments.
+        progress: counts of the run's steps and samples; meaningful only if there are moments.
         updates: number of updates made to the weights; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
         order: value of [data] order for the Megatron fork that wrote the checkpoint.
@@ -77,7 +77,7 @@ def open_folder(path: Path, model: config.Model | None = None, average: bool = F
     Args:
         path: the checkpoint's folder, or its parent folder, which contains the tracker.
         model: the user's [model] section, needed if the files hold no arguments; None if the user gives no section.
-        average: whether to read the mean of copies that have drifted apart, instead of rank 0's copy.
+        average: whether to read the mean of the tp ranks' copies of a replicated tensor, instead of rank 0's copy.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, crafted or incomplete. The message names the file.
@@ -141,7 +141,7 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
 
     Args:
         n_heads: number of attention heads in the model; 0 if unknown.
-        average: whether to read the mean of copies that have drifted apart, as in `open_folder`.
+        average: whether to read the mean of the tp ranks' copies, as in `open_folder`.
     """
     first = grid[0, 0]
     whole_names = ranks.whole_names(grid)
@@ -235,7 +235,7 @@ def _contents_of_core(folder: Path, args: dict[str, Any], weights: Source, run_s
 def _progress(
     args: Mapping[str, Any], iteration: int, steps: Collection[int], scheduler: Any
 ) -> tuple[Progress, int, str]:
-    """The progress of a run, and the number of updates that Adam has made.
+    """The counts of a run's steps and samples, and the number of updates that Adam has made.
 
     Args:
         args: the run's arguments.
@@ -244,7 +244,7 @@ def _progress(
         scheduler: state of the learning-rate scheduler, as stored in the files; None if not known.
 
     Returns:
-        The run's progress, the number of Adam's updates, and the reason why both are unknown ('' if they are known).
+        The counts, the number of Adam's updates, and the reason why both are unknown ('' if they are known).
     """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"

@@ -1,8 +1,8 @@
-"""Tables of Megatron-LM's tensor names, one per family. Each row also states how tensor parallelism cuts the tensor.
+"""Tables of Megatron-LM's tensor names, one per family. Each row also states how tensor parallelism shards the tensor.
 
-The tables describe a *whole* model: tensor-parallel shards are joined, layers are numbered over all stages, the heads
-of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows are
-included. Readers and writers use these tables. Code that joins or cuts shards calls `cut_dim` and `qkv_parts`, so
+The tables describe an *unsharded* model: tensor-parallel shards are joined, layers are numbered over all stages, the
+heads of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and the vocabulary's padding rows
+are included. Readers and writers use these tables. Code that joins or makes shards calls `cut_dim` and `qkv_parts`, so
 the code does not depend on the family.
 
 A file nests these names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers within the
@@ -18,19 +18,19 @@ from typing import Literal, NamedTuple
 
 from dtmega.formats.rules import Rule
 
-# The ways in which tensor parallelism cuts a module. "column" cuts the outputs, i.e. both the weight and the bias.
-# "row" cuts the inputs, i.e. only the weight; each rank has the whole bias. "vocabulary" cuts the rows of the
-# vocabulary. With "copies", each rank has the whole tensor.
+# How tensor parallelism shards a module. "column" shards the outputs, i.e. both the weight and the bias. "row" shards
+# the inputs, i.e. only the weight; the bias is replicated. "vocabulary" shards the rows, one per token of the
+# vocabulary. "copies" replicates the tensor.
 Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """A table row: a naming rule, and the way in which tensor parallelism cuts Megatron's tensor.
+    """A table row: a naming rule, and how tensor parallelism shards Megatron's tensor.
 
     Attributes:
         ours: name of dtmega's tensor or module, or a tuple of several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
-        cut: way in which tensor parallelism cuts Megatron's tensor or module.
+        cut: how tensor parallelism shards Megatron's tensor or module.
         form: relation between dtmega's tensors and Megatron's tensors, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, 1 for
             any other tensor.
@@ -71,8 +71,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the preceding block; dtmega names the norm after the following block. Self-attention
-    # is followed by cross-attention in a decoder, and by the feed-forward in an encoder.
+    # Megatron names the norm after self-attention, which precedes it. dtmega names it after the sublayer that follows:
+    # cross-attention in a decoder, the feed-forward in an encoder.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
@@ -134,7 +134,7 @@ _ALL_ROWS = (*GPT_ROWS, OWN_HEAD, *BERT_ROWS, *T5_ROWS, *BLOOM_ROWS)
 
 
 def cut_dim(name: str) -> int | None:
-    """The dim along which tensor parallelism cuts a tensor; None if each rank has the whole tensor.
+    """The dim along which tensor parallelism shards a tensor; None if the tensor is replicated.
 
     Raises:
         ValueError: no family has a tensor of that name.

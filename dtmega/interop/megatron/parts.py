@@ -1,6 +1,6 @@
-"""Join the tensor-parallel ranks' parts into whole tensors and compare the ranks' copies of replicated tensors.
+"""Join the tensor-parallel ranks' shards into full tensors and compare the ranks' copies of replicated tensors.
 
-WholeTensors(parts)         a `Source` of whole tensors, named as in names.py; reads a tensor's parts one after another
+WholeTensors(parts)         a `Source` of full tensors, named as in names.py; reads a tensor's shards one after another
 drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
 """
 
@@ -23,10 +23,10 @@ MAX_DRIFT = 1e-3  # largest allowed difference between copies, as a fraction of 
 
 
 class Part(Protocol):
-    """One rank's part of a tensor.
+    """One rank's shard of a tensor, or its copy of a replicated tensor.
 
     Attributes:
-        where: path of the part's file, for messages.
+        where: path of the file that contains the part, for messages.
     """
 
     @property
@@ -136,13 +136,13 @@ class Master(_Derived):
 
 
 class WholeTensors:
-    """A `Source` of whole tensors.
+    """A `Source` of full tensors, joined from the tensor-parallel ranks' parts.
 
     A sharded tensor is the concatenation of the ranks' parts. A replicated tensor is rank 0's copy, or the mean of all
     copies.
 
     Attributes:
-        tensors: dtype and whole shape of each tensor, keyed by the tensor's name.
+        tensors: dtype and full shape of each tensor, keyed by the tensor's name.
         parts: mapping from each tensor's name to its parts, one part for each rank, in rank order.
     """
 
@@ -151,7 +151,7 @@ class WholeTensors:
 
         Args:
             average: whether to read the mean of a tensor's copies; if False, rank 0's copy is read. The choice
-                matters only if the copies have drifted apart.
+                matters only if the copies differ.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that weights cannot have.
@@ -185,7 +185,7 @@ class WholeTensors:
 
 
 def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the whole shape of a tensor with the given parts.
+    """The dtype and the full shape of a tensor with the given parts.
 
     Raises:
         ValueError: the parts differ in dtype or shape, or have a dtype that weights cannot have.

@@ -79,9 +79,9 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
-    """Restore the corpus groups to the form in which the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
+    """The mixtures of corpora in the form in which the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
 
-    Megatron's arguments store the groups as separate lists of names, weights, ranges and paths.
+    Megatron's arguments store the mixtures as separate lists of names, weights, ranges and paths.
     """
     key = flag.removeprefix("--").replace("-", "_")
     lists = [args.get(key.replace("paths", part)) for part in ("names", "weights", "splits", "paths")]
@@ -107,7 +107,7 @@ def resume_note(progress: Progress, out: str) -> str:
     """A message that tells the user how to continue the run from the converted checkpoint.
 
     Args:
-        progress: progress of the run at the checkpoint.
+        progress: counts of the run's steps and samples at the checkpoint.
         out: path of the converted checkpoint.
     """
     return (

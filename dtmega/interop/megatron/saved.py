@@ -234,7 +234,7 @@ def _plain_tensor(pickled: Any) -> Any:
     return pickled
 
 
-_Decoded = tuple[Any, dict[str, ZipEntry], int]  # value, storage by key, bytes of the pickle
+_Decoded = tuple[Any, dict[str, ZipEntry], int]  # value, storages by key, size of the pickle in bytes
 
 
 def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
@@ -302,7 +302,7 @@ def _element_bytes(value: Any) -> dict[str, int]:
         ValueError: a storage has an unknown type, or two types with different element sizes.
     """
     element_bytes: dict[str, int] = {}
-    seen: set[int] = set()  # visit each part once, although a pickle may refer to a part many times
+    seen: set[int] = set()  # visit each object once, although a pickle may refer to it many times
     parts = [value]
     while parts:
         part = parts.pop()

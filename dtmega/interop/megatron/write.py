@@ -213,7 +213,7 @@ def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str
 
 
 def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
-    """Copy a rank's part of a tensor into a new tensor. Padding rows are zeros.
+    """Copy a rank's shard of a tensor, or a replicated tensor, into a new tensor. Padding rows are zeros.
 
     Args:
         name: name in the whole model.

@@ -49,11 +49,11 @@ FORM: Mapping[str, Any] = {"ckpt_format": BACKEND, "add_position_embedding": Tru
 
 
 class Entry(NamedTuple):
-    """A checkpoint item and its contents.
+    """A tensor chunk or an extra state that will be written to the checkpoint.
 
     Attributes:
-        item: entry in torch.distributed.checkpoint's save plan.
-        read: function that returns the item's contents.
+        item: description of the chunk or state, for torch.distributed.checkpoint's save plan.
+        read: function that returns the chunk's values, or the state's bytes.
     """
 
     item: WriteItem
@@ -102,7 +102,7 @@ def write(
 
 
 def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[list[Entry]]:
-    """The checkpoint's items, one list per file.
+    """The tensor chunks and extra states to write, one list per file.
 
     Args:
         padded: number of vocabulary rows, including padding.
@@ -136,10 +136,10 @@ def _entries(source: Source, padded: int, work: Callable[[], object]) -> list[li
 def _layer_entry(
     stack: str, dtype: torch.dtype, shape: tuple[int, ...], number: int, n_layers: int, read: Callable[[], Tensor]
 ) -> Entry:
-    """One layer's chunk in the stack of all layers.
+    """One layer's chunk of a tensor that is stacked over the layers, [L, ...].
 
     Args:
-        stack: name of the stack.
+        stack: name of the stacked tensor.
         shape: shape of the layer's tensor.
         number: index of the layer.
         read: function that returns the layer's tensor.

@@ -2,9 +2,9 @@
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict
-            single_partition_of_fp32_groups    this data rank's part of each parameter group, one vector per group
+            single_partition_of_fp32_groups    this data rank's shard of each parameter group, one vector per group
             base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}; each moment is a vector
-            param_slice_mappings               per group: parameter name -> place of the parameter's piece in the vector
+            param_slice_mappings               per group: parameter name -> offset and length of its slice of the vector
 
 A parameter is named after its layer number and its name in the layer file, as in `3.input_layernorm.weight`. A tied
 parameter's name is `tied_modules.embed.` plus its name in layer 1. The last stage has a second copy of each tied
@@ -51,7 +51,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor made by concatenating pieces of flat vectors."""
+    """A tensor made by concatenating slices of flat vectors."""
 
     pieces: tuple[Fragment, ...]
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Gathered:
         return torch.cat(pieces).view(self.shape)
 
 
-Fragments = dict[tuple[str, int], dict[str, list[Fragment]]]  # (name, tp) -> kind -> pieces, in order
+Fragments = dict[tuple[str, int], dict[str, list[Fragment]]]  # (name, tp) -> kind -> slices, in order
 
 
 def open_optimizer(
@@ -138,10 +138,10 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
-    """Append one data rank's pieces to `fragments` and add the rank's update count to `steps`.
+    """Append one data rank's slices of the parameters to `fragments`, and its update count to `steps`.
 
     Args:
-        fragments: pieces from the earlier data ranks.
+        fragments: slices from the earlier data ranks.
         steps: update counts from the earlier ranks, without duplicates.
         file: the data rank's file.
         tp: index of the tensor-parallel rank.
@@ -174,7 +174,7 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
 
 
 def _address(pickled: Any) -> tuple[int, int]:
-    """The offset and the element count of a parameter's piece within the flat vector."""
+    """The offset and the element count of a parameter's slice of the flat vector."""
     if type(pickled) is not PickledObject or pickled.name not in ADDRESSES:
         raise ValueError("expected the place of a parameter in its vector")
     state = of_type(pickled.state, dict, "a place")

@@ -175,7 +175,7 @@ class _Item(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor, stored as one item. No size is 0."""
+    """A non-empty box of a tensor, stored as one item."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

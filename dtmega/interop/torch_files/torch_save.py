@@ -138,7 +138,7 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
 
 
 def tensor_header(made: Any) -> TensorHeader:
-    """The header of the tensor that torch would rebuild from a call to V2 or V3.
+    """The header of the tensor that torch would make by a call of `_rebuild_tensor_v2` (V2) or `_v3` (V3).
 
     Args:
         made: decoded pickle, which should be a call to V2 or V3.

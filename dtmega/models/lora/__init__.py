@@ -6,8 +6,8 @@ An adapter consists of three attributes of the linear layer's module:
     lora_b      B, [out, r]; zero at first, so that the adapter has no effect yet
     lora_scale  alpha / r
 
-All code that cuts, gathers, saves or copies the layer's parameters therefore handles the adapter too.
-`plans/adapters.py` describes how tp cuts an adapter. Without tp, `forward` below replaces the layer's forward.
+All code that shards, gathers, saves or copies the layer's parameters therefore handles the adapter too.
+`plans/adapters.py` describes how tp shards an adapter. Without tp, `forward` below replaces the layer's forward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_adapter(name: str) -> bool:
 def attach(model: Model, lora: config.Lora) -> None:
     """Give each target layer an adapter and freeze all other parameters. The model is changed in place.
 
-    Call this function on a whole model on the meta device, before the model is cut into stages.
+    Call this function on a whole model on the meta device, before the model is split into pipeline stages.
 
     Args:
         model: whole model.
@@ -80,7 +80,7 @@ def attach(model: Model, lora: config.Lora) -> None:
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    """Run the forward of a linear layer whose adapter is not cut by tp."""
+    """Run the forward of a linear layer whose adapter is not sharded over tp."""
     update = F.linear(F.linear(x, module.lora_a), module.lora_b)
     return type(module).forward(module, x) + module.lora_scale * update
 
@@ -162,7 +162,7 @@ def transposed_layers(model: Model) -> tuple[str, ...]:
 
 @torch.no_grad()
 def draw_adapters(model: Model, seed: int) -> None:
-    """Set the initial values of this rank's part of each adapter: B to 0, and A to values drawn from the seed.
+    """Set the initial values of the adapters, or of this rank's shards: B to 0, and A to values drawn from the seed.
 
     A has the same standard deviation as in peft, which draws from a uniform distribution between -1 / sqrt(in) and
     1 / sqrt(in).

@@ -1,1 +1,1 @@
-"""Tensor parallelism for `transformers` models: cuts each module and proves that the results do not change."""
+"""Tensor parallelism for `transformers` models: shards each module and proves that the results do not change."""

@@ -34,13 +34,13 @@ def verify_plan(
     *,
     generic: bool = False,
 ) -> Verification:
-    """Compare a small clone of the model, cut over `mesh`, with an uncut clone: loss, logits and every gradient.
+    """Compare a small sharded copy of the model with an unsharded copy: loss, logits and every gradient.
 
     Every rank of the mesh must call this function.
 
     Args:
         model: `transformers` model, real or on meta; only the model's class and config are used.
-        mesh: mesh over which the clone is cut; argument of `parallelize_hf`.
+        mesh: mesh over which the copy is sharded; argument of `parallelize_hf`.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
         generic: argument of `parallelize_hf`.
@@ -60,7 +60,7 @@ def verify_plan(
 
 
 def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
-    """Compare a small clone whose experts are divided over `mesh` with an uncut clone.
+    """Compare a small copy of the model whose experts are divided over `mesh` with a copy that is not divided.
 
     Each rank has its own batch. Every rank of the mesh must call this function.
 
@@ -69,7 +69,7 @@ def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
         mesh: 1-D mesh of the ranks over which each layer's experts are divided.
 
     Raises:
-        ValueError: the model has no experts that the ranks can share evenly, or no small clone can be made.
+        ValueError: the model has no experts that the ranks can share evenly, or no small copy can be built.
     """
 
     def divided(clone: Any, mesh: DeviceMesh) -> Any:
@@ -83,14 +83,14 @@ def verify_experts(model: Any, mesh: DeviceMesh) -> Verification:
             f"'{model.config.model_type}' has no experts that transformers can compute on other ranks, expected a "
             f"mixture (--ep)"
         )
-    # The clone and the model may have different numbers of experts.
+    # The small copy and the model may have different numbers of experts.
     for experts in experts_of(model):
         check_divisible(experts, mesh.size())
     return verify(model, mesh, divided, own_batches=True)
 
 
 def verify_directory(directory: Path, axis: str, n: int, **options: bool) -> int:
-    """Print the plan for a directory's model, and the deviations between a small cut clone and an uncut clone.
+    """Print a model's plan, and the deviations of a small sharded copy of the model from an unsharded copy.
 
     Under torchrun, the ranks are the processes that torchrun started. Otherwise this function starts the processes.
 

@@ -1,8 +1,8 @@
 """Random numbers for dropout in `transformers` models: one stream shared by the tp ranks, and one stream per rank.
 
-Where every rank has the whole hidden state, all ranks must drop the same elements, so they draw from the shared stream.
-Where the sequence is cut, each rank draws masks for its tokens from its own stream. The masks are random, but differ
-from those of a single-process run, because `transformers` draws masks from torch's generator rather than from a key.
+Where every rank has the full hidden state, all ranks must drop the same elements, so they draw from the shared stream.
+Where the sequence is sharded, each rank draws masks for its own tokens from its own stream. The masks are random, but
+differ from those of a single-process run: `transformers` draws masks from torch's generator rather than from a key.
 Without sequence parallelism, heads on different ranks get the same masks.
 """
 
@@ -17,7 +17,7 @@ from dtmega.ops import host
 
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that the ranks' random states are equal: all ranks must drop the same elements of a whole hidden state.
+    """Check that the ranks' random states are equal: ranks with the same hidden state must drop the same elements.
 
     Raises:
         ValueError: the ranks of `group` have different random states.
@@ -37,7 +37,7 @@ def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
 
 
 class RandomStream:
-    """A rank's own stream of random numbers, seeded from the shared stream, for dropout where the sequence is cut.
+    """A rank's own stream of random numbers, seeded from the shared stream, for dropout where the sequence is sharded.
 
     Attributes:
         shared: generator and saved state of the shared stream while the rank's own stream is in use; otherwise None.

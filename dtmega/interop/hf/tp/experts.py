@@ -1,7 +1,7 @@
-"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and no expert is cut.
+"""Tensor parallelism for mixtures of experts: each rank holds some of the experts, and each expert is on one rank.
 
 Every rank has all tokens and routes them identically. Each rank computes the tokens routed to its own experts, and the
-ranks' results are summed. So the collectives are the same as for a feed-forward that is cut by features.
+ranks' results are summed. So the collectives are the same as for a feed-forward that is sharded by features.
 
 transformers' own code computes the experts. If a token's expert is on another rank, the routing weight becomes 0, and
 the expert's number becomes E / tp, one more than the last local number, as in

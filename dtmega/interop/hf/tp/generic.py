@@ -1,7 +1,7 @@
 """Fallback plan for a model without any other plan: the model's own code computes on DTensors.
 
 All parameters become DTensors. The results are exact, but the computation is slow. Linears inside blocks are chosen by
-name and cut over tp. If DTensor cannot run an operation on cut tensors (most views of fused heads), the tensors are
+name and sharded over tp. If DTensor cannot run an operation on sharded tensors (most views of fused heads), they are
 gathered first. Keys and values cannot be cached. Only `attn_implementation="eager"` works, because fused attention has
 no DTensor rule on a CPU.
 """
@@ -27,7 +27,7 @@ from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# Name patterns of linears in blocks: COLUMN linears are cut by output features, and ROW linears by input features.
+# Name patterns of linears in blocks: COLUMN linears are sharded by output features, ROW linears by input features.
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
@@ -38,7 +38,7 @@ COST = (
 
 
 class GlobalLinear(ParallelStyle):
-    """Style of an nn.Linear that computes on DTensors; the weight is cut by output features or by input features."""
+    """Style of an nn.Linear that computes on DTensors; the weight is sharded by output or by input features."""
 
     cost = ("as DTensor decides", "")
 
@@ -62,7 +62,7 @@ class GlobalLinear(ParallelStyle):
 
 
 class GlobalWhole(ParallelStyle):
-    """Style of a module whose parameters are whole on every rank. DTensor sums the gradients over tp where needed."""
+    """Style of a module whose parameters are replicated. DTensor sums the gradients over tp where needed."""
 
     placements: ClassVar[dict[str, Placement]] = {"": Replicate()}
     cost = ("as DTensor decides", "")
@@ -144,7 +144,7 @@ def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
         direct_parameters = list(module.parameters(recurse=False))
         if name in plan.table or not direct_parameters:
             continue
-        # Parameters that are tied to the head's parameters are cut together with the head.
+        # Parameters that are tied to the head's parameters are sharded together with the head.
         if module is not embedding and all(id(p) in head_parameters for p in direct_parameters):
             continue
         plan.table[name] = GlobalEmbedding(Stack()) if module is embedding else _style(name, module, plan.blocks)

@@ -1,4 +1,4 @@
-"""Loads weights from safetensors into a model that was cut on meta. Each rank reads only its own part.
+"""Loads weights from safetensors into a model that was sharded on meta. Each rank reads only its own shards.
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -49,11 +49,11 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
     Args:
         directory: directory with the safetensors.
-        model: the model, which may be on meta and may be cut.
+        model: the model, which may be on meta and may be sharded.
 
     Raises:
         ValueError: `TensorFiles` refuses the files; a parameter is missing from the files, or is stored with a
-            different shape or dtype; a stored tensor has no place in the model.
+            different shape or dtype; the model has no parameter or buffer for a stored tensor.
     """
     files = TensorFiles(directory)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -77,12 +77,12 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
 
 
 def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directions, model: Any) -> Source:
-    """The stored tensors under the model's names. Each tensor is stored whole or as several components.
+    """The stored tensors under the model's names. A tensor may be stored as several components, e.g. one per expert.
 
     Args:
         files: safetensors files of one directory.
         keys: map from each tensor's or component's name in the model to a key in the files.
-        components: rules for assembling parameters from components.
+        components: recipes for assembling parameters from stored components.
         model: the model, which determines the stored names of components.
 
     Raises:
@@ -112,12 +112,12 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
 def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Read:
     """Allocate a model that is on meta, then load its parameters from the directory's safetensors.
 
-    Each rank reads only its own boxes of the tensors.
+    Each rank reads only its own shards.
 
     Args:
-        model: `transformers` model, uncut or cut by `parallelize_hf`.
+        model: `transformers` model, unsharded or sharded by `parallelize_hf`.
         directory: directory with the safetensors.
-        device: device of this rank's parts.
+        device: device for this rank's parameters and buffers.
 
     Returns:
         The number of bytes that this rank has read, and the number of bytes that the files hold for the model.
@@ -146,7 +146,7 @@ def materialize(model: Any, device: str | torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(parameter, []).append((module, name))
-    # `to_empty` gives each owner of a tied parameter separate memory, so restore the ties.
+    # `to_empty` gives each module that holds a tied parameter a parameter of its own, so restore the ties.
     model.to_empty(device=device)
     for (first, first_name), *others in owners.values():
         for module, name in others:
@@ -168,8 +168,8 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
     transformers ignores for the model's class are left out.
 
     Raises:
-        ValueError: a key has no place in the model, two keys belong to the same tensor, or transformers would convert a
-            tensor in a way that is not supported here.
+        ValueError: the model has no tensor for a key, two keys belong to the same tensor, or transformers would convert
+            a tensor in a way that is not supported here.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -205,7 +205,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
 
 def ignored_keys(model: Any) -> re.Pattern[str]:
-    """A pattern for the keys that `from_pretrained` silently ignores if the model has no place for them.
+    """A pattern for the keys that `from_pretrained` silently ignores if the model has no tensors for them.
 
     Source: `PreTrainedModel._adjust_missing_and_unexpected_keys` in transformers.
     """

@@ -2,7 +2,7 @@
 
 A model's own code scales, caps, casts and flattens the logits, and then calls `F.cross_entropy`. `VocabLogits` records
 these operations and computes the cross-entropy with the fused kernel from `dtmega.ops.cross_entropy`, which never holds
-the logits [N, V]. Any other operation computes the whole logits first.
+the logits [N, V]. Any other operation computes the full logits first.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Parts(NamedTuple):
     With `z = scale * (h weight^T + bias)`, the logits are `softcap * tanh(z / softcap)`, or `z` without a softcap.
 
     Attributes:
-        h: hidden state [..., D], the same on all ranks; the gradient of h is this rank's part of a sum over tp, {U_tp}.
+        h: hidden state [..., D], the same on all ranks; its gradient is a partial sum over tp, {U_tp}.
         weight: this rank's rows of the head's weight, [V_local, D].
         bias: this rank's elements of the bias, [V_local]; None if there is no bias.
-        size: number of columns in the whole logits, V.
+        size: number of columns in the full logits, V.
         start: global index of this rank's first row.
-        group: ranks over which the rows are cut; None if this rank has all rows.
+        group: ranks over which the rows are sharded; None if this rank has all rows.
         unchanged: function that returns True if the weight has not changed since the forward.
         scale: factor for the logits before the cap.
         softcap: bound on the logits; None if the logits are not capped.
@@ -82,10 +82,10 @@ class Parts(NamedTuple):
 
 
 class VocabLogits(torch.Tensor):
-    """Logits [..., V] that are cut over a group's ranks and computed only when used.
+    """Logits [..., V] that are sharded along V over a group's ranks and computed only when used.
 
     If an operation needs the values, all ranks must run the operation together. An operation that changes the logits in
-    place first computes the whole logits on every rank, and later operations see the changed values.
+    place first computes the full logits on every rank, and later operations see the changed values.
 
     Raises:
         RuntimeError: the logits are first used after the head's weight was changed (by the optimizer's step) or freed
@@ -164,13 +164,13 @@ class VocabLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute the whole logits for calls from C++, which do not go through `__torch_function__`."""
+        """Compute the full logits for calls from C++, which do not go through `__torch_function__`."""
         args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _cast_or_view(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
-    """The logits after a cast or a reshape that keeps the last dim; None for calls that need the whole logits."""
+    """The logits after a cast or a reshape that keeps the last dim; None for calls that need the full logits."""
     h = logits._parts.h
     if func is _T.contiguous:
         return logits
@@ -194,7 +194,7 @@ def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) ->
         return logits._with(softcap=1.0)
     if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
         number = float(args[0])
-        # Apply a factor of 0 or less to the whole logits, because a softcap that is not positive is not a bound.
+        # For a factor of 0 or less, compute the full logits: multiplied by it, the softcap would be no bound any more.
         if number <= 0:
             return None
         factor = number if func in _MULTIPLIES else 1.0 / number

@@ -1,7 +1,8 @@
 """Makes an `HFPlan` for a model from transformers' own plan: `config.base_model_tp_plan` and `_tp_plan`.
 
 The strings in transformers' plan mean plain tensor parallelism, without sequence parallelism. Nothing else checks that
-gradients under these plans equal the gradients of a single process, so `parallelize_hf` checks a small clone each time.
+gradients under these plans equal the gradients of a single process, so `parallelize_hf` checks each plan on a small
+copy of the model.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     Args:
         model: `transformers` model, real or on meta.
         tp: number of ranks.
-        loss_parallel: whether each rank computes the loss from its part of the logits.
-        rest_whole: whether to keep a module whole on every rank if its string in the plan is not in STYLES, or if tp
-            cannot cut the module in the string's style. If False, such a module raises an error.
+        loss_parallel: whether each rank computes the loss from its columns of the logits.
+        rest_whole: whether to replicate a module on every rank if its string in the plan is not in STYLES, or if the
+            module cannot be sharded over tp in the string's style. If False, such a module raises an error.
 
     Raises:
         ValueError: tp does not divide the head count; or `rest_whole` is False, and the plan has a string that STYLES
@@ -72,7 +73,7 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
 
 
 def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
-    """Add a style for each string in the model's plan. Return the patterns of modules that stay whole instead."""
+    """Add a style for each string in the model's plan. Return the patterns of modules that are replicated instead."""
     prefix, _ = base_model(model)
     strings = {joined(prefix, name): string for name, string in (model.config.base_model_tp_plan or {}).items()}
     strings |= type(model)._tp_plan or {}
@@ -81,8 +82,8 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
     left_whole: list[str] = []
     named = list(model.named_modules())
     for pattern, string in strings.items():
-        # transformers would cut each expert, so its plan has strings for the experts' parameters. Here each expert is
-        # whole on one rank, so only the string for the whole mixture counts.
+        # transformers would shard each expert, so its plan has strings for the experts' parameters. Here each expert
+        # stays on one rank, so only the string for the module with all experts is used.
         if pattern.rpartition(".")[0] in mixtures:
             continue
         modules = [module for _, module in matching(named, pattern)]
@@ -92,7 +93,7 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
                 raise ValueError(_no_style(plan.family, string, pattern, is_parameter))
             left_whole.append(pattern)
             continue
-        # The embedding and the head are cut over the vocabulary, regardless of their strings in the plan.
+        # The embedding and the head are sharded over the vocabulary, regardless of their strings in the plan.
         if not modules or any(module in (embedding, head) for module in modules):
             continue
         style = STYLES[string]()
@@ -104,7 +105,7 @@ def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
 
 
 def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> bool:
-    """True if the experts can be divided among tp ranks; otherwise the experts are whole on every rank.
+    """True if the experts can be divided among tp ranks; otherwise all experts are replicated on every rank.
 
     Raises:
         ValueError: the experts cannot be divided among the ranks, and `rest_whole` is False.
@@ -128,7 +129,7 @@ def _no_style(family: str, string: str, pattern: str, is_parameter: bool) -> str
 
 
 def check_heads(config: Any, tp: int) -> None:
-    """Raise an error if tp does not divide the head count, or if the kv heads can be neither cut nor copied evenly.
+    """Raise an error if tp does not divide the head count, or if kv heads can be neither sharded nor copied evenly.
 
     Raises:
         ValueError: the number of heads or the number of kv heads does not fit tp.
@@ -146,7 +147,7 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
     """Copy kv heads if there are fewer kv heads than ranks. Each rank computes the kv head that its queries need.
 
     Raises:
-        ValueError: keys and values do not come from separate linears that are cut by output features.
+        ValueError: keys and values do not come from separate linears that are sharded by output features.
     """
     kv_heads, tp = getattr(model.config, "num_key_value_heads", None), plan.tp
     if not kv_heads or kv_heads % tp == 0:
@@ -173,6 +174,6 @@ def block_names(model: Any) -> list[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """True if a parameter's name matches a pattern. In the pattern, `*` stands for one part between dots."""
+    """True if a parameter's name matches a pattern. In the pattern, `*` stands for one dot-separated component."""
     parts, expected = name.split("."), pattern.split(".")
     return len(parts) == len(expected) and all(e in ("*", p) for p, e in zip(parts, expected, strict=True))

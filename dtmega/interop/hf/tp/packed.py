@@ -1,7 +1,7 @@
 """Styles for fused projections and for Conv1D, GPT-2's linear layer with a transposed weight.
 
-The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
-contiguous. DTensor has the placement `_StridedShard` for non-contiguous parts. With this placement, `full_tensor()`
+The weight of a fused projection consists of several matrices side by side. Each matrix is sharded over tp, so a rank's
+rows are not contiguous. DTensor has the placement `_StridedShard` for such shards. With this placement, `full_tensor()`
 returns the columns in transformers' order on any layout, but fails in torch 2.11; use `shards.full_tensor` instead.
 A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
 """
@@ -25,13 +25,13 @@ from dtmega.plans.styles import Column, Row
 class PackedColumn(Column):
     """Style of an nn.Linear whose weight consists of `parts` equally sized matrices, side by side along the output.
 
-    Each matrix is cut over tp.
+    Each matrix is sharded over tp.
 
-    The bias stays whole on every rank, because FSDP2 also cuts dim 0. If each part of the bias were cut over tp,
-    and FSDP2 then cut the result, the bias would be gathered in the wrong order.
+    The bias is replicated over tp, because FSDP2 also shards dim 0. If tp sharded each of the `parts` of the bias, and
+    FSDP2 then sharded the result, the bias would be gathered in the wrong order.
     """
 
-    of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
+    of_heads = True  # each rank uses only some rows of the replicated bias, so the gradient has to be summed over tp
     dim = 0  # dim of the weight along which the matrices are concatenated
 
     def __init__(self, stack: Stack | bool = True, parts: int = 2) -> None:
@@ -59,7 +59,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """A `Row` style for a linear layer whose input concatenates `parts` vectors of equal size. tp cuts each vector."""
+    """A `Row` style for a linear layer whose input concatenates `parts` equally sized vectors, each sharded over tp."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)
@@ -77,7 +77,7 @@ class PackedRow(Row):
 class MultiQueryColumn(Column):
     """Style of an nn.Linear whose output holds all query heads, then one shared key head and one shared value head.
 
-    The weight is whole on every rank. Each rank computes its own query heads, and the shared keys and values. The
+    The weight is replicated over tp. Each rank computes its own query heads, and the shared keys and values. The
     weight's gradient is summed over tp.
 
     Args:
@@ -156,7 +156,7 @@ class ConvRow(_Conv, Row):
 class ConvPacked(_Conv, PackedColumn):
     """A `PackedColumn` style for GPT-2's Conv1D with output [q | k | v].
 
-    With tp=2, a plain `Column` cut would put all of q on rank 0.
+    With tp=2, a plain `Column` would put all of q on rank 0.
     """
 
     dim = 1

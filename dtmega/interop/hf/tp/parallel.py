@@ -1,4 +1,4 @@
-"""Cuts a `transformers` model: checks the model, plans the cut, cuts the model over tp, then applies FSDP2."""
+"""Shards a `transformers` model: checks the model, makes a plan, shards the model over tp, then applies FSDP2."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def plan_for(
 
     Args:
         model: `transformers` model, real or on meta.
-        tp: number of ranks to cut over.
+        tp: number of tensor-parallel ranks.
         sequence_parallel: argument of `parallelize_hf`.
         loss_parallel: argument of `parallelize_hf`.
-        generic: whether to accept any model: a module stays whole if no way to cut the module is known, and a model
-            without any plan computes on DTensors.
+        generic: whether to accept any model: a module is replicated if no way to shard it is known, and a model without
+            any plan computes on DTensors.
 
     Raises:
         ValueError: the model has no plan, or tp does not divide the model's sizes.
@@ -68,7 +68,7 @@ def parallelize_hf(
     generic: bool = False,
     verify_native: bool = True,
 ) -> Any:
-    """Cut an unmodified `transformers` model in place: over tp, and with FSDP2 over the other dims of the mesh.
+    """Shard an unmodified `transformers` model in place: over tp, and with FSDP2 over the other dims of the mesh.
 
     Every parameter becomes a DTensor, and tied parameters stay one parameter. The model is called as before:
     `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
@@ -82,12 +82,12 @@ def parallelize_hf(
         sequence_parallel: whether to give each rank S/tp of the tokens between attention and feed-forward. Plain
             tensor parallelism is still used for forwards whose S is not divisible by tp, for forwards with
             output_hidden_states, and for models with transformers' own plan.
-        loss_parallel: whether to compute the loss from each rank's part of the logits if there are labels. The tp
+        loss_parallel: whether to compute the loss from each rank's columns of the logits if there are labels. The tp
             ranks then compute `out.logits` together when it is first used.
         generic: whether to accept a model without any plan; such a model computes on DTensors, with a warning. The
-            flag also keeps a module whole on every rank if transformers' own plan has an unknown string for the module.
-        verify_native: whether to verify transformers' own plan on a small clone first, as `verify_plan` does. The
-            check takes about a second.
+            flag also replicates a module on every rank if transformers' own plan has an unknown string for the module.
+        verify_native: whether to verify transformers' own plan on a small copy of the model first, as `verify_plan`
+            does. The check takes about a second.
 
     Returns:
         `model` itself.
@@ -109,11 +109,11 @@ def parallelize_hf(
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool, *, proven: bool = False) -> None:
-    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. If tp is 1, only fuse the loss.
+    """Shard the model in `stage` over tp for the trainer, which applies FSDP2 itself. If tp is 1, only fuse the loss.
 
     Args:
         stage: the module that the trainer calls, with or without labels.
-        model: the `transformers` model in `stage`, on the meta device, whole or one pipeline stage.
+        model: the `transformers` model in `stage`, on the meta device: all layers, or those of one pipeline stage.
         tp: 1-D mesh.
         sequence_parallel: argument of `parallelize_hf`.
         proven: whether transformers' own plan has been verified already.
@@ -150,19 +150,19 @@ def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
 
 
 def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
-    """Verify transformers' own plan: cut a small clone of the model by the plan and compare it with an uncut clone.
+    """Verify transformers' own plan: shard a small copy of the model by it, and compare with an unsharded copy.
 
     Raises:
-        ValueError: the cut clone's results differ from the uncut clone's results.
+        ValueError: the sharded copy's results differ from the unsharded copy's results.
     """
-    # By default, `parallelize_hf` would verify the clone's plan on yet another clone.
+    # By default, `parallelize_hf` would verify the small copy's plan on yet another small copy.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
     if not verification.ok:
         raise ValueError(f"the plan that transformers brings for '{hf_plan.family}' is wrong:\n{verification}")
 
 
 def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
-    """Cut a model according to its plan, first over tp, then over the data ranks."""
+    """Shard a model according to its plan, first over tp, then over the data ranks."""
     tp, data = meshes(mesh)
     apply_plan(model, tp, hf_plan.table)
     if hf_plan.head is not None:
@@ -192,7 +192,7 @@ def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that all ranks have the same weights, because each rank cuts its part from its own copy.
+    """Check that all ranks have the same weights, because each rank takes its shards from its own copy of them.
 
     Raises:
         ValueError: a parameter differs between ranks; the message names the parameter and the ranks.

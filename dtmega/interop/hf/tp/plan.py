@@ -1,4 +1,4 @@
-"""Plans how to cut a `transformers` model: finds a style for every module with parameters, or raises an error."""
+"""Plans how to shard a `transformers` model: finds a style for every module with parameters, or raises an error."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class HFPlan:
 
     Attributes:
         family: `model_type` of the config.
-        tp: number of ranks over which the model is cut.
-        sequence_parallel: whether the hidden state between attention and feed-forward is cut along the sequence.
+        tp: number of ranks over which the model is sharded.
+        sequence_parallel: whether the hidden state between attention and feed-forward is sharded along the sequence.
         table: style for each module name pattern; an argument of `plans.apply_plan`.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: style of the language model head; None if the model has no linear head.
@@ -94,7 +94,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
     drops = bool(dropouts(model))
 
-    # Each list of blocks is a stack: the sequence is cut before the first block and gathered after the last block.
+    # Each list of blocks is a stack: the sequence is sharded before the first block and gathered after the last.
     stacks: dict[str, Stack] = {}
     for owner, blocks in facts.stacks.items():
         path = joined(owner, blocks)
@@ -166,7 +166,7 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Add a style for each remaining module that has parameters; the style keeps the module whole on each rank.
+    """Add a style for each remaining module that has parameters; the style replicates the module on each rank.
 
     A module needs no style of its own if other styles already cover all its parameters through ties. For example, BERT
     has a second name for the head's bias.
@@ -283,7 +283,7 @@ def base_model(model: Any) -> tuple[str, nn.Module]:
 
 
 def matching(modules: Iterable[tuple[str, nn.Module]], pattern: str) -> list[tuple[str, nn.Module]]:
-    """The named modules whose names match a pattern. In the pattern, `*` stands for one part between dots."""
+    """The named modules whose names match a pattern. In the pattern, `*` stands for one dot-separated component."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return [(name, module) for name, module in modules if expression.fullmatch(name)]
 
@@ -294,5 +294,5 @@ def has(module: nn.Module, path: str) -> bool:
 
 
 def joined(*parts: str) -> str:
-    """Join the parts of a module's name with dots, leaving out empty parts."""
+    """Join components of a module's name with dots, leaving out empty strings."""
     return ".".join(part for part in parts if part)

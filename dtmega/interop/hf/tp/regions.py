@@ -1,4 +1,4 @@
-"""Styles for the places where the hidden state is cut or gathered: around a stack of blocks, and around attention.
+"""Styles of the modules that shard or gather the hidden state: around a stack of blocks, and around attention.
 
 The modules keep their own forwards. Two kinds of forward raise an error, because the results would be wrong: a forward
 that must return attention probabilities, which a rank has only for its own heads; and a forward in which the ranks
@@ -46,11 +46,10 @@ class EnterHeads(Enter):
 
     Args:
         stack: stack of blocks that contains the module.
-        also: names of further keyword arguments that hold whole hidden states on every rank, such as an encoder's
-            output.
+        also: names of further keyword arguments that hold unsharded hidden states, such as an encoder's output.
         alibi: name of the keyword argument with each head's biases, [B H, 1, S] or [H, 1, S]; each rank selects the
             biases of its own heads. `divide[0]` then names the attribute that counts the heads.
-        divide: names of attributes that count heads or features; each count is divided by tp.
+        divide: names of the module's attributes that count heads or features; each count is divided by tp.
         set: new value of each attribute, keyed by attribute name.
     """
 
@@ -90,9 +89,9 @@ def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 
 
 class StackBoundary(ParallelStyle):
-    """Style of a stack's first and last block: the first block cuts the sequence, and the last block gathers it.
+    """Style of a stack's first and last block: the first block shards the sequence, and the last gathers it.
 
-    The decision to cut the sequence is made separately for each forward; see `styles.Stack`.
+    Whether to shard the sequence is decided separately for each forward; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.
@@ -113,7 +112,7 @@ class StackBoundary(ParallelStyle):
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
-            # If the user asks for hidden states, every block must output a whole hidden state.
+            # If the user asks for hidden states, every block must output an unsharded hidden state.
             stack.cut = stack.sequence_parallel and not stack.hidden_states_wanted and x.shape[1] % group.size() == 0
             if not stack.cut:
                 return None

@@ -1,7 +1,7 @@
-"""Stacks of `transformers` models, and the styles that these models need in addition to `plans/styles.py`.
+"""Stacks of blocks in `transformers` models, and styles that these models need in addition to `plans/styles.py`.
 
 Inside a block, attention and feed-forward compute on this rank's heads and features. Outside the blocks, all ranks have
-the whole hidden state and do identical computations. If a replicated parameter sees only this rank's tokens or heads,
+the full hidden state and do identical computations. If a replicated parameter sees only this rank's tokens or heads,
 autograd sums the parameter's gradient over tp. So all gradients are complete after each backward, and any training loop
 is correct without changes.
 """
@@ -22,19 +22,19 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 
 
 class Stack(base.Stack):
-    """A stack of blocks. The hidden state is cut along S in every forward where tp divides S.
+    """A stack of blocks. The hidden state is sharded along S in every forward where tp divides S.
 
-    In any other forward the hidden state stays whole, and the results do not change. So a prompt of odd length works,
+    In any other forward the hidden state is replicated, and the results do not change. So a prompt of odd length works,
     and `generate` can add tokens one by one.
 
     Args:
-        sequence_parallel: whether to cut the hidden state along S; if False, the hidden state is never cut.
+        sequence_parallel: whether to shard the hidden state along S; if False, it is never sharded.
         drops: whether the model has dropout.
 
     Attributes:
-        hidden_states_wanted: whether the current forward returns all hidden states, which are then not cut.
-        cut: whether the hidden state is cut in the current forward.
-        random: this rank's own stream of random numbers, for dropout while the hidden state is cut.
+        hidden_states_wanted: whether the current forward returns all hidden states, which are then not sharded.
+        cut: whether the hidden state is sharded in the current forward.
+        random: this rank's own stream of random numbers, for dropout while the hidden state is sharded.
     """
 
     sums_in_backward = True
@@ -52,7 +52,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """transformers' `colwise_gather_output` style: cuts a linear layer by output features and gathers the output."""
+    """transformers' `colwise_gather_output` style: shards a linear by output features and gathers the output."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -68,7 +68,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """transformers' `rowwise_split_input` style: cuts a linear layer by input features; the layer's input is whole."""
+    """transformers' `rowwise_split_input` style: shards a linear by input features; its input is replicated."""
 
     cost = ("all-reduce, backward all-gather", "")
 
@@ -83,7 +83,7 @@ class NormOfEachHead(base.Style):
     """Style of a module whose list `norms` has one LayerNorm per head; the input is [B, H/tp, S, K].
 
     A rank applies the norms of its own heads; if there are fewer heads than ranks, several ranks share a head. All
-    norms are whole on every rank. A single collective sums the gradients of all norms over tp, because a rank would
+    norms are replicated. A single collective sums the gradients of all norms over tp, because a rank would
     never reach a separate collective for a norm that it does not use.
     """
 

@@ -1,4 +1,4 @@
-"""Builds a small clone that tp cuts in the same way as a large model, and a batch of input for the clone."""
+"""Builds a small copy of a large model, which tp shards in the same way, and a batch of input for the copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_star
 
 
 class _Sizes(NamedTuple):
-    """The sizes of the clone's attention.
+    """The sizes of attention in the small copy.
 
     Attributes:
         heads: number of query heads.
@@ -43,14 +43,14 @@ class _Sizes(NamedTuple):
 def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
     """A config like `config`, but with two layers (or one layer of each kind), few small heads, and no dropout.
 
-    The new config keeps everything that affects how tp cuts the model: whether there are fewer kv heads than query
+    The new config keeps everything that affects how tp shards the model: whether there are fewer kv heads than query
     heads or ranks, whether the heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention.
     Each rank gets two heads and two experts, so that a wrong order of heads or experts changes the results.
 
     Args:
         config: the large model's config, which is not changed.
-        tp: number of ranks over which the clone is to be cut.
-        length: number of tokens that the clone must be able to read.
+        tp: number of ranks over which the small model will be sharded.
+        length: number of tokens that the small model must be able to read.
 
     Raises:
         ValueError: the config does not give the number of heads (as in Mamba) or the hidden size.
@@ -103,14 +103,14 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     if kv_heads == heads:
         few_kv = few = 2 * tp
     else:
-        # If tp divides the model's number of kv heads, tp must divide the clone's number too. Otherwise kv heads are
-        # copied to several ranks, and the clone has as many kv heads as the model.
+        # If tp divides the model's number of kv heads, tp must divide the small copy's number too. Otherwise kv heads
+        # are copied to several ranks, and the small copy has as many kv heads as the model.
         few_kv = tp if kv_heads % tp == 0 else kv_heads
         few = max(2 * few_kv, 2 * tp)
     if facts := KNOWN.get(config.model_type):
         few, few_kv = few * facts.head_blocks, few_kv * facts.head_blocks
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
-    # If the heads' widths do not add up to the hidden size, they must not add up in the clone either.
+    # If the heads' widths do not add up to the hidden size, they must not add up in the small copy either.
     width = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
     return _Sizes(few, few_kv, width)
 
@@ -129,8 +129,8 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     if n_experts and per_token and not getattr(config, "n_group", None):
         # Keep at least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
-    # The keys below decide which layers are dense. If any layer has experts, the clone's second layer must have
-    # experts.
+    # The keys below decide which layers are dense. If any layer has experts, the small copy's second layer must
+    # have experts.
     _put(config, new, ("first_k_dense_replace",), 1)
     _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
     _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
@@ -162,7 +162,7 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
 def without_dropout(model: nn.Module) -> Any:
     """Set all dropout rates to 0, even rates that no config key controls.
 
-    Random masks would make a correct cut look wrong.
+    With random masks, even a correctly sharded model would give other results.
     """
     for module in model.modules():
         if "drop" in type(module).__name__.lower():

@@ -1,8 +1,8 @@
-"""Verifies a plan: cuts a small clone of the model and compares its loss, logits and gradients with an uncut clone's.
+"""Verifies a plan on a small copy of the model: loss, logits and gradients must be the same sharded and unsharded.
 
 A plausible plan can be wrong without raising any error. For example, gradients of per-head norms may not be summed, a
-view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be cut in the wrong
-place, or sharding may untie tied weights.
+view may accept a wrong head count, a rank may use the slopes of other heads, a fused projection may be split in the
+wrong way, or sharding may untie tied weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TOLERANCE = 2e-5  # in fp32, correct plans deviate by 1e-6 to 1e-8, and known wr
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a comparison between a cut clone and an uncut clone. Print the object to see a table.
+    """Deviations of a sharded model from an unsharded copy. Print the object to see a table.
 
     Attributes:
-        errors: relative deviations from the uncut clone, keyed by (case, tensor name); each value is the maximum over
-            all ranks, or inf if the tensor is missing.
-        raised: errors that the cut clone raised on this rank.
+        errors: relative deviations from the unsharded copy, keyed by (case, tensor name); each value is the maximum
+            over all ranks, or inf if the tensor is missing.
+        raised: errors that the sharded model raised on this rank.
         tolerance: largest deviation at which a plan counts as correct.
     """
 
@@ -60,19 +60,19 @@ class Verification:
 def verify(
     model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any], own_batches: bool = False
 ) -> Verification:
-    """Compare a small clone of the model, cut over `mesh`, with an uncut clone. All ranks must call this function.
+    """Compare a small sharded copy of the model with an unsharded copy. All ranks must call this function.
 
     Args:
-        model: `transformers` model, real or on meta, whole or one stage; only the config and the module classes are
-            used.
-        mesh: mesh over which the clone is cut.
-        parallelize: function that cuts the clone.
-        own_batches: whether each rank has its own batch, as with ep; if so, the gradients of cut tensors are sums over
-            the batches of all ranks.
+        model: `transformers` model, real or on meta, with all layers or those of one pipeline stage; only the config
+            and the module classes are used.
+        mesh: mesh over which the small copy is sharded.
+        parallelize: function that shards the small copy.
+        own_batches: whether each rank has its own batch, as with ep; if so, the gradients of sharded tensors are sums
+            over the batches of all ranks.
 
     Raises:
-        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone would prove nothing because it
-            lacks a module class that the model has.
+        ValueError: `parallelize` refuses the small copy, no small copy can be built, or the small copy would prove
+            nothing because it lacks a module class that the model has.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -97,7 +97,7 @@ def verify(
         ours = parallelize(ours, mesh)
         try:
             case_errors = deviations(ours, truth, inputs, summed_over)
-        except Exception as error:  # a plan is wrong if the cut model raises any error
+        except Exception as error:  # a plan is wrong if the sharded model raises any error
             raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
             case_errors = dict.fromkeys(("loss", "logits", *names), float("inf"))
@@ -118,11 +118,11 @@ def deviations(
     """Run forward and backward in both models and compare loss, logits and every gradient.
 
     Args:
-        ours: the cut model.
-        truth: the uncut model.
+        ours: the sharded model.
+        truth: the unsharded model.
         inputs: batch for both models.
-        summed_over: group of ranks with different batches; the gradients of cut tensors are sums over this group. None
-            if all ranks have the same batch.
+        summed_over: group of ranks with different batches; the gradients of sharded tensors are sums over this group.
+            None if all ranks have the same batch.
 
     Returns:
         The relative deviation of each tensor, keyed by tensor name.
@@ -149,8 +149,8 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     key bias has only noise as its gradient, because softmax cancels the bias.
 
     Args:
-        ours: tensor of the cut model; None if the cut model lacks this tensor.
-        truth: corresponding tensor of the uncut model; None if the uncut model lacks this tensor.
+        ours: tensor of the sharded model; None if that model lacks this tensor.
+        truth: corresponding tensor of the unsharded model; None if that model lacks this tensor.
         of_all: norm of all gradients together.
     """
     if ours is None or truth is None:

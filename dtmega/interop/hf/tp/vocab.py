@@ -1,4 +1,4 @@
-"""Cuts the head of a `transformers` model over the vocabulary. Logits are computed only when they are used."""
+"""Shards the head of a `transformers` model over the vocabulary. Logits are computed only when they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHOLE = "all-gather of the logits, backward all-reduce"
 
 
 class LogitsHead(VocabStyle):
-    """Style of the head, an nn.Linear cut by rows: [..., D] -> logits [..., V] on every rank.
+    """Style of the head, an nn.Linear sharded by rows: [..., D] -> logits [..., V] on every rank.
 
     If `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the full
     logits are computed only if other code needs them.
@@ -43,7 +43,7 @@ class LogitsHead(VocabStyle):
             self.cost = (_WHOLE, _WHOLE)
 
     def fuse(self, module: Any) -> None:
-        """Fuse head and loss on a single rank. Nothing is cut, and the module's parameters stay unchanged."""
+        """Fuse head and loss on a single rank. Nothing is sharded, and the parameters stay unchanged."""
         self.check(module, 1)
         module.forward = types.MethodType(self._function, module)
 

@@ -85,7 +85,7 @@ class Control(Shell):
         vars(self.scope).update(vars(scope))
 
     def condition(self, node: Node, nodes: Sequence[Node]) -> Condition:
-        """Describe the condition in the given nodes."""
+        """Describe the condition that the given nodes form: its text, its unknown variables, and the line of `node`."""
         expander = self.expander()
         line = expander.line(node)
         named = [child for child in nodes if child.is_named and child.type != "comment"]

@@ -212,7 +212,7 @@ class _Follower(Assignments, Redirections):
 
 
 def _local_names(function: Function) -> list[str]:
-    """The names of a function's `local` variables."""
+    """The names of the variables that a function declares with `local`, `declare` or `typeset`."""
     names: list[str] = []
     waiting = [function.body]
     while waiting:

@@ -171,7 +171,7 @@ class Shell:
         if not missing:
             line = expander.line(node)
             return tuple(Text(piece.text, line) for piece in pieces)
-        # One unknown part makes the whole output unknown: a single piece that holds the substitution as written.
+        # One unknown piece makes the whole output unknown: return one piece with the text of the `$(…)` in the script.
         path = missing[0].path if len(pieces) == 1 else ""
         first = missing[0]
         return (Unknown(expander.text(node), expander.line(node), first.name, first.condition, path),)

@@ -143,7 +143,7 @@ def _check_positions(draft: Draft) -> None:
 
 
 def _check_parts(draft: Draft) -> None:
-    """Refuse norms, biases and grouped heads that do not fit the family."""
+    """Refuse norms, biases, and flags for attention or rotary positions that do not fit the family."""
     family, is_llama = draft.family, draft.family in LLAMAS
     norm = (draft.value("normalization") or "").lower()
     if norm != ("rmsnorm" if is_llama else "layernorm"):
@@ -170,7 +170,7 @@ def _check_parts(draft: Draft) -> None:
 
 
 def _refuse_positions(draft: Draft, flag: str, reason: str) -> None:
-    """Refuse rotary positions, because the command lacks a flag that every llama needs."""
+    """Refuse rotary positions: only a llama has them, and the command lacks a flag that every llama needs."""
     name = _positions_flag(draft)
     before = draft.open.get(name)
     more = f"{before.reason}; " if before else "rotary positions are built in a llama only: "

@@ -19,14 +19,14 @@ OF_DIRECTORY = ("PretrainedFromHF", "HuggingFaceTokenizer", "HFTokenizer")
 
 
 def set_vocabulary(draft: Draft) -> None:
-    """Set the vocabulary size, the padding and the tokenizer."""
+    """Set the tokenizer, the vocabulary size, and the multiple to which the size is padded."""
     kind = draft.value("tokenizer-type") or TOKENIZERS[FAMILY_OF_SCRIPT[draft.command.script]]
     _set_size(draft, kind)
     _set_tokenizer(draft, kind)
 
 
 def _set_size(draft: Draft, kind: str) -> None:
-    """Set the vocabulary size and the padding."""
+    """Set the vocabulary size and the multiple to which the size is padded."""
     size = None
     flag = ""
     for flag in ("pad-vocab-size-to", "vocab-size"):
@@ -103,14 +103,14 @@ def _split(text: str) -> str:
 
 
 def _groups(draft: Draft, split: str) -> list[str]:
-    """The weighted corpus groups for a split, from the split's flag or from the file that another flag names."""
+    """A split's mixtures, such as `mix: 0.3 0:0.95 data/a, 0.7 0:1 data/b`, from a flag or the file that it names."""
     flag = f"--{split}-weighted-split-paths"
     path = draft.value(f"{split}-weighted-split-paths-path")
     if path is None:
         return draft.command.values.get(flag, [])
     text = draft.command.files.get(path)
     try:
-        # The file has one line, with each group in double quotes.
+        # The file has one line, with each mixture in double quotes.
         return shlex.split(text if text is not None else Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = draft.unknown(f"{flag}-path") or f"cannot be read here: {error}"
@@ -121,13 +121,13 @@ def _groups(draft: Draft, split: str) -> list[str]:
 
 
 def _set_mixtures(draft: Draft, groups: Mapping[str, list[str]]) -> None:
-    """Set each split's mixtures.
+    """Set the mixtures of corpora that the splits are read from.
 
     Args:
-        groups: weighted corpus groups, keyed by split.
+        groups: mixtures as returned by `_groups`, keyed by split.
     """
     draft.keys["data.train"] = groups["train"][0]
-    # Each group has its own range, so --split is ignored, as in Megatron.
+    # A mixture gives a document range for each corpus, so --split is ignored, as in Megatron.
     draft.keys.pop("data.split", None)
     if "--split" in draft.command.values:
         draft.notes["--split"] = "replaced by the ranges in --train-weighted-split-paths"

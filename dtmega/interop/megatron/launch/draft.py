@@ -170,10 +170,10 @@ class Draft:
         return number if kind in (int, float) else value
 
     def close(self, allowed: Sequence[str]) -> None:
-        """Record every flag that no step has carried over, then close the decisions that `allowed` names.
+        """Add a note or an open decision for every flag not carried over, then settle the decisions in `allowed`.
 
         Args:
-            allowed: names of flags, words and keys that may be missing, as given by the user.
+            allowed: names of flags, keys and stray words that the user allows to be missing.
 
         Raises:
             ValueError: a name in `allowed` belongs to no open decision.

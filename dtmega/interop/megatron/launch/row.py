@@ -44,7 +44,7 @@ def row(names: str, n_values: int, keys: str = "", why: str = "", default: str |
         keys: keys of the configuration, separated by blanks.
         why: remark for readers of the table.
         default: Megatron's default.
-        **marks: further attributes of the row.
+        **marks: further attributes of `Flag`, such as `changes=True`.
     """
     written: list[str] = []
     other_names: dict[str, str] = {}

@@ -92,7 +92,7 @@ def set_schedule(draft: Draft) -> None:
 
 
 def _kept(draft: Draft, lengths: list[str]) -> list[str]:
-    """The units of the given run lengths, without units whose length exceeds another given length."""
+    """The units of the given run lengths, without those of lengths that the run never reaches (`set_length`)."""
     return [unit for unit in lengths if f"--train-{unit}" not in draft.notes]
 
 
