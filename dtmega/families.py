@@ -1,7 +1,7 @@
 """The model families that can be trained. Only this file defines which plan and which formats belong to a model.
 
-Each family is one record. All other code calls `of(cfg.model)` and never names a family. To add a model, write a file
-in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
+Each family is one object in FAMILIES. All other code calls `of(cfg.model)` and never names a family. To add a model,
+write a file in `models/` and a table in `plans/`, and add a line to FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BuiltInFamily:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # Each rank passes on only its part of the sequence, because cp and sequence parallelism divide the sequence.
+        # A rank passes on only its slice of the sequence, which is sharded over cp and, with sequence parallelism, tp.
         parts = sizes["cp"] * (sizes["tp"] if cfg.mesh.sequence_parallel else 1)
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -304,7 +304,7 @@ def elements(cfg: config.Config) -> trainable.Elements:
 
 
 def pieces(model: config.Model) -> list[Piece]:
-    """The pieces of the whole model, in pipeline order, each with its costs."""
+    """The whole model's pieces (embedding, layers, head), in pipeline order, each with its costs."""
     family = of(model)
     with torch.device("meta"):
         whole = family.build(model)
@@ -312,7 +312,7 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def pieces_of_run(cfg: config.Config) -> list[Piece]:
-    """The pieces of the whole model, in pipeline order; their costs reflect the run's adapters and frozen weights."""
+    """As `pieces`, for the model of a run: adapters and frozen weights change the costs of the pieces."""
     with torch.device("meta"):
         whole = build(cfg)
     return of(cfg.model).pieces(whole)

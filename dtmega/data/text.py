@@ -88,7 +88,7 @@ class Text(NamedTuple):
         return samples.first_row(n_epochs) if isinstance(samples, Packs) else int(n_epochs * samples.n_samples)
 
     def rows(self, split: str) -> Rows:
-        """The rows of a split's samples; the split must not be empty."""
+        """Make the mapping from samples of a split to batch tensors (`Rows`); the split must not be empty."""
         samples = self.samples(split)
         rows = self.objective.rows(samples, self.data, self.tokenizer)
         return StoredRows(rows, samples) if self.is_stored else rows
@@ -197,7 +197,7 @@ class Corpora:
     """The corpora that a configuration names, each opened and checked once.
 
     Attributes:
-        without_record: prefixes of corpora without a record of their tokenizer.
+        without_record: prefixes of corpora whose tokenizer is unknown, because they have no matching .meta.json.
     """
 
     def __init__(self, cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
@@ -232,14 +232,14 @@ class Corpora:
         return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
 
     def _check(self, dataset: IndexedDataset, is_default: bool) -> bool:
-        """Check a corpus against the configuration. Returns False if the corpus has no record of its tokenizer.
+        """Check a corpus against the configuration. Returns False if its tokenizer is unknown.
 
         Raises:
             ValueError: ids are outside the vocabulary, the text was made with another tokenizer, or the text is not
                 in the form (documents, sentences, conversations) that the objective reads.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
-        # Check the record first: ids outside the vocabulary mostly come from another tokenizer, which the record names.
+        # Check .meta.json first: ids outside the vocabulary mostly come from another tokenizer, which this file names.
         has_record = is_default or record.check_tokenizer(dataset, cfg.data, tokenizer)
         # If the objective adds ids after the tokenizer's last id, no text may contain the added ids.
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size

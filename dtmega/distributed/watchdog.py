@@ -163,7 +163,7 @@ class Watch:
         self._publish()
 
     def who_is_behind(self) -> str:
-        """Describe where each rank is and which ranks are behind. Ranks at the same place share a line.
+        """Describe where each rank is and which ranks are behind. Ranks at the same point share a line.
 
         The place in the code is known only for ranks that have sent no beat for half of timeout_s.
         """

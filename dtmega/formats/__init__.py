@@ -1,6 +1,6 @@
 """The storage formats of other programs, described as data: one `Format` per program and model family.
 
-    rules.py      rules that relate our tensors to theirs, and the row runs that follow from the rules
+    rules.py      rules that relate our tensors to theirs, and lists of the rows to copy by these rules
     sources.py    named tensors, read by slice, and wrappers that rename, cast or assemble tensors
     format.py     `Format`: one program's rules, and the keys of the configuration stored next to the weights
     whole.py      applies a `Format` to all tensors of a model, in both directions

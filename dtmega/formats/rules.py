@@ -19,7 +19,7 @@ A name that ends in a dot names a module, and stands for the module's weight and
                 concatenates, along the rows, several of the other program's tensors
 
 Every form moves whole rows; a stack's rows are numbered consecutively across its entries. A rule is therefore
-equivalent to a list of row runs, and a reader that needs a box of a tensor reads only the box's rows.
+equivalent to a list of row runs (consecutive rows that stay together), and a reader of a slice reads only its rows.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
 
 
 def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
-    """Apply a rule at one place in the model: add an assembly to `result` for each tensor that the rule names there.
+    """Apply a rule to one layer or module: add to `result` how to assemble each tensor that the rule names there.
 
     Args:
+        place: layer numbers and suffix, which turn the rule's names into names of tensors.
         ours: shape of each of our tensors in the rule, keyed by tensor name.
     """
     stacked = "stack" in rule.words
@@ -272,7 +273,7 @@ def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Place(NamedTuple):
-    """A place in a model where a rule applies.
+    """The layer or module to which a rule applies: the values that turn the rule's names into names of tensors.
 
     Attributes:
         layers: the layer numbers that replace `{}`.
@@ -283,7 +284,7 @@ class _Place(NamedTuple):
     suffix: str
 
     def name(self, pattern: str, *entry: int) -> str:
-        """The tensor's name at this place; `entry` is the tensor's number in a stack."""
+        """The tensor's name, from a name in the rule; `entry` is the tensor's number in a stack."""
         return pattern.format(*self.layers, *entry) + self.suffix
 
 
@@ -299,7 +300,7 @@ def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
 
 
 def _match(table: Sequence[tuple[re.Pattern[str], Rule]], name: str) -> tuple[Rule, _Place]:
-    """The rule for one of our tensors, and the tensor's place in the model."""
+    """The rule for one of our tensors, and the layer numbers and suffix in the tensor's name."""
     for pattern, rule in table:
         if match := pattern.fullmatch(name):
             *layers, suffix = match.groups()

@@ -133,8 +133,8 @@ class Combined:
 class Translated:
     """The tensors on one side of `Directions`, assembled from a source that has the other side's tensors.
 
-    A read fetches only the rows that make up the requested box, and fetches adjacent rows together. A read needs memory
-    for the box and for one copy of the fetched rows.
+    A read fetches only the rows of the requested slice, and fetches adjacent rows together. A read needs memory for
+    the slice and for one copy of the fetched rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:

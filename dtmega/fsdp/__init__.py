@@ -1,7 +1,7 @@
 """FSDP2 shards parameters, gradients and optimizer state over the data ranks, and keeps fp32 master weights.
 
 FSDP2 is used if weights are sharded or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
-`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the work and copy fewer tensors.
+`masters.py` (casts of unsharded weights) and `replicas.py` (all-reduce between replicas) copy fewer tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dtmega.ops.shards import dim_of_experts, dim_to_cut
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
     """Return True if shards, casts, CPU offload, or a split backward require FSDP2.
 
-    Without FSDP2, gradients are summed in place (`replicas.py`). If each rank holds the whole model and only casts its
-    weights, `masters.py` does the casts.
+    Without FSDP2, gradients are all-reduced in place (`replicas.py`). If each rank holds the whole model and only
+    casts its weights, `masters.py` does the casts.
 
     Args:
         cfg: configuration of the run.
@@ -43,7 +43,7 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """Return True if weights need only casts: each rank holds the whole model, and gradients are summed in fp32."""
+    """Return True if weights need only casts: each rank holds the whole model, and gradients are reduced in fp32."""
     whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
     return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
@@ -186,9 +186,9 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool, sh
         model: model to train.
         last_microbatch: whether this is the last microbatch of a step.
         reshard: whether to free each block's gathered weights after each backward.
-        sharded: whether to reduce-scatter the gradients of each microbatch and add them to the sharded gradients (HSDP
-            leaves sums over copies of the shards to the last microbatch). If False, each rank adds up whole gradients,
-            which are reduced in the last microbatch.
+        sharded: whether to reduce-scatter the gradients of each microbatch and add them to the sharded gradients (with
+            HSDP, only the last microbatch also all-reduces over dp_replicate). If False, each rank accumulates
+            unsharded gradients, which are reduced in the last microbatch.
     """
     masters = _masters(model)
     if masters is not None:

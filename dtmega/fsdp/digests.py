@@ -1,9 +1,9 @@
 """64-bit digests of tensors. The digests of a tensor's parts, or of tensors on several ranks, can be added up.
 
 Each element has a hash, computed from the tensor's name, the element's index and the element's bits. A digest is the
-sum of all elements' hashes modulo 2^64, so it does not depend on how a tensor is cut or how ranks are ordered. The hash
-applies SplitMix64's finalizer (`ops/keyed.py`) twice: to the index, and then to the result combined with the name and
-the bits.
+sum of all elements' hashes modulo 2^64, so it does not depend on how a tensor is sharded or how ranks are ordered. The
+hash applies SplitMix64's finalizer (`ops/keyed.py`) twice: to the index, and then to the result combined with the name
+and the bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtmega.ops.shards import boxes
 
 
 class Digest:
-    """A digest of tensors whose division into pieces never changes.
+    """A running digest of tensors that are always divided into the same pieces.
 
     Args:
         keys: result of `first_keys`.
@@ -50,12 +50,12 @@ def first_keys(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def of_weights(weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Compute the digest of this rank's part of the weights, an int64 scalar.
+    """Compute the digest of this rank's shards of the weights, an int64 scalar.
 
-    The sum of all ranks' digests does not depend on how the weights are cut.
+    The sum of all ranks' digests does not depend on how the weights are sharded.
 
     Args:
-        weights: fp32 weights, keyed by name in the whole model; a cut weight is a DTensor. No weight may be a scalar.
+        weights: fp32 weights, keyed by name in the whole model; a sharded one is a DTensor. No weight may be a scalar.
         device: device of the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,8 +1,9 @@
 """Add gradients as integers, so that all layouts and microbatch orders yield identical bits ([run] exact).
 
-After each microbatch, this module takes autograd's gradients, rounds them to their parameter's grid
-(`ops/fixed_point.py`) and adds them as int64. If FSDP2 shards a parameter, the sum is sharded too: the integers
-are reduce-scattered after each microbatch. All other sums stay whole and are all-reduced once per step.
+After each microbatch, this module takes autograd's gradients, rounds them to multiples of a power of two (their
+parameter's `Grid`, `ops/fixed_point.py`) and adds them as int64. If FSDP2 shards a parameter, the integers are
+reduce-scattered after each microbatch. Once per step, the sums are all-reduced over dp_replicate and, for partial sums
+and tied parameters, over tp and pipeline stages.
 
     sums.begin(n_microbatches, scale)    # before a step's first forward: chooses the grids
     sums.of_stage[0].swept(i)            # after the backward of microbatch i
@@ -10,8 +11,8 @@ are reduce-scattered after each microbatch. All other sums stay whole and are al
     sums.settle(skipped)                 # after the step: chooses the next grids from this step's largest gradients
 
 A grid is chosen from a number that is the same on all layouts: the largest gradient of any microbatch in the last step
-that was not skipped, or, in a tensor's first step, 1 / (number of microbatches). If a gradient exceeds its grid, all
-ranks skip the step, and the grid is made coarser.
+that was not skipped, or, in a tensor's first step, 1 / (number of microbatches). If a gradient is too large for its
+grid, all ranks skip the step, and the grid is made coarser.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Groups(NamedTuple):
         everyone: group of all ranks, which agree on the largest gradients.
         shards: group of the ranks that together hold all shards of a parameter.
         replicas: group of the ranks that hold the same shard as this rank.
-        tp: tensor-parallel group, in which each rank computes a part of some gradients.
+        tp: tensor-parallel group, in which the ranks' gradients of some parameters are partial sums.
     """
 
     everyone: dist.ProcessGroup
@@ -62,14 +63,14 @@ class SharedByStages(Protocol):
 
 
 class StageSums:
-    """The integer sums of one stage, with the interface `pipelining.sums.Sums`.
+    """The integer sums of one stage's gradients, with the interface `pipelining.sums.Sums`.
 
     Args:
         stage: model of the stage, whose parameters must not be gathered when the first step begins.
         full_name: function that converts a parameter's name in the stage to its name in the whole model.
-        ties: groups of names that share one parameter.
+        ties: groups of parameter names that share one parameter (tied weights).
         read_by_layers: names of the parameters that each layer reads in a separate call.
-        partial: names of the parameters whose gradient on each tp rank is only a part of the whole gradient.
+        partial: names of the parameters whose gradient on each tp rank is a partial sum.
         owner: object that holds the integer sums of all of this rank's stages.
     """
 
@@ -97,7 +98,7 @@ class StageSums:
         return Place(self._stage.get_submodule(module), attribute)
 
     def build(self) -> None:
-        """Group the slots into units: one unit per FSDP2 parameter group, or a single unit without FSDP2."""
+        """Group the trained parameters into units: one per FSDP2 parameter group, or a single unit without FSDP2."""
         fsdp_units: list[list[Any]] = []
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
@@ -121,7 +122,7 @@ class StageSums:
             yield from unit
 
     def expect(self, last: bool) -> None:
-        """Prevent FSDP2 from summing gradients in a pipeline's next backward."""
+        """Prevent FSDP2 from reducing gradients in a pipeline's next backward."""
         if isinstance(self._stage, FSDPModule):
             self._stage.set_is_last_backward(False)
             self._stage.set_reshard_after_backward(False)
@@ -154,18 +155,19 @@ class ExactSums:
 
     Args:
         sizes: name of each parameter of the whole model -> number of elements; identical on all ranks.
-        n_parts: maximum number of gradients that one microbatch contributes to an element (places x tp x cp ranks).
-        groups: process groups to sum over.
+        n_parts: maximum number of gradients that one microbatch contributes to an element: uses of a shared parameter
+            x tp ranks x cp ranks.
+        groups: process groups to reduce over.
         device: device of the sums.
-        share: name of this rank's share of a microbatch; the digests hash this name with each tensor's name.
+        share: name of this rank's share of a microbatch (tp and cp coordinates), hashed with each tensor's name.
 
     Attributes:
         sizes: value of the argument `sizes`.
         of_stage: index of each of this rank's stages -> sums of the stage.
         state: largest gradients of the last step that was not skipped, as checkpoints store them.
-        overflowed: names of the tensors whose gradients exceeded their grid in the last step.
+        overflowed: names of the tensors with a gradient too large for their grid in the last step.
         finite: whether all gradients of the last step were finite.
-        grids: name of each tensor -> grid in this step.
+        grids: name of each tensor -> grid to which its gradients are rounded in this step.
         digests: index of each of this rank's microbatches in this step -> digest of the rounded gradients.
     """
 
@@ -187,7 +189,7 @@ class ExactSums:
         self._keys = first_keys(device)
 
     def begin(self, n_microbatches: int, scale: float) -> None:
-        """Choose the grids for a step.
+        """Choose the grid for each parameter's gradients in a step.
 
         Args:
             n_microbatches: number of microbatches in the global batch, on all data ranks together.
@@ -226,7 +228,7 @@ class ExactSums:
             slot.total = integers if slot.total is None or not shards else slot.total.add_(integers)
 
     def _scatter(self, unit: Sequence[Slot], wholes: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce-scatter whole tensors over the ranks that shard them: each rank gets the sums for its own shards."""
+        """Reduce-scatter unsharded tensors over the ranks that shard them: each rank gets the sums of its shards."""
         n = self._groups.shards.size()
         rows: list[Tensor] = []
         for slot, whole in zip(unit, wholes, strict=True):
@@ -250,9 +252,9 @@ class ExactSums:
 
     @torch.no_grad()
     def finish(self, tied: Sequence[SharedByStages]) -> None:
-        """Sum the integers over the ranks that `add` did not sum over, then set each trained parameter's gradient.
+        """All-reduce the integers over the ranks that `add` did not sum over, then set each parameter's gradient.
 
-        If any gradient is not finite or exceeds its grid, no parameter gets a gradient on any rank.
+        If any gradient is not finite or is too large for its grid, no parameter gets a gradient on any rank.
 
         Args:
             tied: parameters that have copies in several stages.
@@ -275,7 +277,7 @@ class ExactSums:
 
     @property
     def succeeded(self) -> bool:
-        """True if all gradients of the last step were finite, and none exceeded its grid."""
+        """True if all gradients of the last step were finite, and none was too large for its grid."""
         return self.finite and not self.overflowed
 
     def _sum_over_ranks(self, tied: Sequence[SharedByStages]) -> None:
@@ -307,7 +309,7 @@ class ExactSums:
         """Record a step's largest gradients, which determine the next step's grids.
 
         Args:
-            skipped: whether the step was skipped. After a skipped step, only the exceeded grids become coarser.
+            skipped: whether the step was skipped. After a skipped step, only the grids that were too fine change.
         """
         names = self.overflowed if skipped else self._index
         for name in names:

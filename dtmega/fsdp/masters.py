@@ -3,7 +3,7 @@
 FSDP2 also offers mixed precision. But even if there is nothing to gather, FSDP2 copies weights twice and moves
 gradients through two flat buffers (torch 2.13). Here, each weight and gradient is cast only once. The results are
 bit-identical to FSDP2's results: each microbatch's gradient is rounded to the dtype of the copies and then accumulated
-in fp32. With several ranks, `replicas.py` sums the fp32 gradients.
+in fp32. With several ranks, `replicas.py` all-reduces the fp32 gradients.
 """
 
 from __future__ import annotations

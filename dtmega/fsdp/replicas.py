@@ -1,12 +1,12 @@
-"""Data parallelism over whole copies of a model: gradients are summed in place, as in DDP but without DDP's buckets.
+"""Data parallelism with unsharded replicas: gradients are all-reduced in place, as in DDP but without DDP's buckets.
 
 DDP and FSDP2 copy a block's gradients into one buffer before reducing the gradients. If nothing is sharded or cast,
-that copy is not needed: each matrix's gradient is summed in its own memory. Only vectors are packed together, because
-each vector is too small for a message of its own.
+that copy is not needed: each matrix's gradient is all-reduced in its own memory. Only vectors are packed together,
+because each vector is too small for an all-reduce of its own.
 
     replicas = Replicas(stage, blocks, group)
-    replicas.expect()      # before the last backward of a step: sums start during that backward
-    replicas.finish()      # afterwards all gradients are sums
+    replicas.expect()      # before the last backward of a step: all-reduces start during that backward
+    replicas.finish()      # afterwards: waits until all gradients are reduced
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """Sums the gradients of one stage over a group of ranks. Every rank holds a copy of the stage.
+    """All-reduces the gradients of one stage over a group of ranks. Every rank holds a replica of the stage.
 
-    Sums start block by block, the last block first, as backward finishes the blocks. A block's sum starts only after
-    the sums of all later blocks have started. All ranks therefore launch their collectives in the same order, even if
-    the ranks use different parameters.
+    All-reduces start block by block, the last block first, as backward finishes the blocks. A block's all-reduces start
+    only after those of all later blocks. All ranks therefore launch their collectives in the same order, even if the
+    ranks use different parameters.
 
     Args:
         stage: model of the stage, whose parameters must not be replaced later.
         blocks: blocks of the stage, in order.
-        group: process group of the ranks that hold a copy of the stage.
+        group: process group of the ranks that hold a replica of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
@@ -54,11 +54,11 @@ class Replicas:
         self._packed: list[tuple[Tensor, list[Tensor]]] = []
 
     def expect(self) -> None:
-        """Prepare for the step's last backward: each sum then starts as soon as its gradients are complete."""
+        """Prepare for the step's last backward, in which all-reduces start as soon as their gradients are complete."""
         self._awaited = [set(unit) for unit in self._units]
 
     def finish(self) -> None:
-        """Start the remaining sums, then wait for all sums. Every trained parameter must already have a gradient."""
+        """Start the remaining all-reduces and wait for all of them. Every trained parameter must have a gradient."""
         while self._n_launched < len(self._units):
             self._launch()
         for work in self._under_way:
@@ -74,7 +74,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Record that a parameter's gradient is complete and start the sums of units whose gradients are complete."""
+        """Record that a parameter's gradient is complete. Start the all-reduces of the next units that are complete."""
         if self._awaited is None:
             return
         for awaited in self._awaited:
@@ -84,7 +84,7 @@ class Replicas:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Start the sums of the next unit: one collective for each matrix, and one for all vectors."""
+        """Start the all-reduces of the next unit: one for each matrix, and one for all vectors."""
         gradients = [local(parameter.grad) for parameter in self._units[self._n_launched] if parameter.grad is not None]
         assert len(gradients) == len(self._units[self._n_launched])
         self._n_launched += 1

@@ -1,4 +1,4 @@
-"""FSDP2's two collectives on a CPU, implemented with messages between all pairs of ranks.
+"""FSDP2's two collectives on a CPU, implemented with point-to-point messages between all pairs of ranks.
 
 gloo's reduce-scatter is an all-reduce of the whole input, from which each rank keeps one part. gloo's all-gather copies
 the data through a buffer. Implemented with messages, both collectives move only (n - 1) / n of the payload, which is

@@ -1,11 +1,11 @@
-"""Sum gradients after each microbatch of a pipeline, so that a rank keeps only its shards of the sums.
+"""Reduce-scatter gradients after each microbatch of a pipeline, so that a rank keeps only sharded gradients.
 
-Without a pipeline, FSDP2 itself computes these sums (`sync_gradients`). But torch's pipeline stages let FSDP2 sum
+Without a pipeline, FSDP2 does this by itself (`sync_gradients`). But torch's pipeline stages let FSDP2 reduce
 gradients only once, after a step's last microbatch. In addition, if a schedule splits backward in two, FSDP2's hooks
 do not run in the second part, which computes the gradients of weights.
 
     sums = ShardSums(stage)
-    sums.expect(last)          # before each backward; FSDP2 sums a unit's gradients once they are complete
+    sums.expect(last)          # before each backward; FSDP2 reduces a unit's gradients once they are complete
     for unit in sums.units():  # only for the second part of a split backward:
         ...                    # compute the gradients of the unit's parameters
     sums.finish()              # after a step's last microbatch: free the gathered weights
@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 class ShardSums:
-    """Sums each microbatch's gradients over the data ranks and adds the sums to the shards of a stage's gradients.
+    """Reduce-scatters each microbatch's gradients over the data ranks and adds the results to a stage's gradients.
 
     A unit is a group of parameters that FSDP2 gathers in one collective: a block's parameters, or all parameters
-    outside the blocks. With copies of the shards (HSDP), only the last microbatch sums gradients over the copies.
+    outside the blocks. With HSDP, only the last microbatch also all-reduces gradients over dp_replicate.
 
     Args:
         stage: model of the stage, wrapped by `apply_fsdp`.
@@ -38,20 +38,20 @@ class ShardSums:
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)][::-1]
 
     def expect(self, last: bool) -> None:
-        """Prepare to sum the weight gradients of one microbatch.
+        """Prepare FSDP2 to reduce the weight gradients of one microbatch.
 
         Args:
             last: whether this is the last microbatch of a step.
         """
-        # With this flag, FSDP2 waits for the sums, and does not keep whole gradients until the next backward.
+        # With this flag, FSDP2 waits for the reduce-scatters, and keeps no unsharded gradients until the next backward.
         self._stage.set_is_last_backward(True)
         self._stage.set_reshard_after_backward(False)
         self._stage.set_requires_gradient_sync(True)
         self._stage.set_requires_all_reduce(last)
 
     def units(self) -> Iterator[set[nn.Parameter]]:
-        """Yield the parameters of each unit and sum the unit's gradients when the caller resumes the iteration."""
-        # FSDP2's hooks also run during the caller's work, and would sum zeros instead of gradients that are not ready.
+        """Yield the parameters of each unit and reduce the unit's gradients when the caller resumes the iteration."""
+        # FSDP2's hooks also run during the caller's work, and would reduce zeros in place of gradients not yet ready.
         self._stage.set_requires_gradient_sync(False)
         seen = set[nn.Parameter]()
         for module in self._modules:
@@ -67,13 +67,13 @@ class ShardSums:
         _state(self._stage)._root_post_backward_final_callback()
 
     def swept(self, microbatch: int) -> None:
-        """Do nothing after a microbatch, because FSDP2 has already summed the gradients of each unit."""
+        """Do nothing after a microbatch, because FSDP2 has already reduced the gradients of each unit."""
 
     def finish(self) -> None:
         """Free the gathered weights after a step or an evaluation."""
         self._stage.set_is_last_backward(True)
         self._stage.set_reshard_after_backward(True)
-        # All gradients are already summed. If this flag were set, torch 2.13 would sum zeros for every parameter.
+        # All gradients are already reduced. If this flag were set, torch 2.13 would reduce zeros for every parameter.
         self._stage.set_requires_gradient_sync(False)
         _state(self._stage)._root_post_backward_final_callback()
 

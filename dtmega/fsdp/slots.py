@@ -1,4 +1,4 @@
-"""The places where autograd stores a microbatch's gradients until `exact.py` collects and adds the gradients."""
+"""The objects that hold each parameter's gradients of a microbatch until `exact.py` takes and adds the gradients."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dtmega.ops.shards import local
 
 
 class Slot:
-    """A trained parameter of a stage, and the sum of its gradients in this step.
+    """A trained parameter of a stage, and the integer sum of its gradients in this step.
 
     Attributes:
         name: name of the parameter in the whole model.
         parameter: parameter that the optimizer updates.
-        fsdp: FSDP2's record of the parameter; None without FSDP2.
-        places: additional places of a shared parameter. Autograd must keep the gradients of these places separate from
-            the gradient of the first place.
-        partial: whether the gradient on each tp rank is only a part of the whole gradient.
-        total: sum so far, int64 in the shape of the parameter's local part; None before the first microbatch.
+        fsdp: FSDP2's `FSDPParam` for the parameter; None without FSDP2.
+        places: further uses of a shared parameter (see `Place`). Autograd must keep the gradients of these uses
+            separate from the gradient of the first use.
+        partial: whether the gradient on each tp rank is a partial sum.
+        total: sum so far, int64 in the shape of this rank's shard; None before the first microbatch.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, fsdp: Any, places: Sequence[Place], partial: bool) -> None:
@@ -31,7 +31,7 @@ class Slot:
     def take(self) -> list[Tensor]:
         """Remove and return the microbatch's gradients, one per use of the parameter.
 
-        The gradients may be cut by tp, but not by FSDP2.
+        The gradients may be sharded over tp, but not by FSDP2.
         """
         taken: list[Tensor | None] = []
         for place in self.places:
@@ -55,12 +55,11 @@ class Slot:
 
 
 class Place:
-    """An additional place of a shared parameter. In each forward, the place's module gets its own leaf tensor, which
-    shares the parameter's memory.
+    """A further use of a shared parameter, by a module of its own or by several layers that call one module.
 
-    Without separate leaves, autograd would add the gradients of all places before rounding. The stages of a pipeline
-    round the gradient of each place separately, so a single process must do the same. If several layers call the
-    module, each call gets its own leaf.
+    In each forward, the module gets its own leaf tensor, which shares the parameter's memory. Without separate leaves,
+    autograd would add the gradients of all uses before rounding. The stages of a pipeline round the gradient of each
+    use separately, so a single process must do the same. If several layers call the module, each call gets a leaf.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:

@@ -163,10 +163,10 @@ def _read(weights: Source, cfg: config.Config, parameters: Iterable[tuple[str, T
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """Replace the drawn tokens, int64 [B], with rank 0's tokens. Generation by several processes needs this function.
+    """Replace the sampled tokens, int64 [B], with rank 0's tokens. Generation by several processes needs this function.
 
     The function serves as `Sampling.settle`, and always returns True, so that generation continues. Without this
-    function, ranks might draw different tokens, because logits may differ between ranks in the last bit.
+    function, ranks might sample different tokens, because logits may differ between ranks in the last bit.
     """
     dist.broadcast(tokens, src=0)
     return True

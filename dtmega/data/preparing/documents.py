@@ -29,12 +29,12 @@ def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """Yield each part of a text as (line number of the part's start, part). All parts joined equal the whole text.
+    """Divide a text at its blank lines. Yield each part as (line number of its first line, bytes).
 
-    Blank lines at the start of the text belong to the first part.
+    Blank lines stay at the end of the part before them, or at the start of the first part, so no byte is lost.
 
     Args:
-        text: one or more complete parts.
+        text: bytes of one or more complete parts.
         line: number of the file's line at which `text` starts.
     """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))

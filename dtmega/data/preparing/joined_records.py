@@ -1,4 +1,7 @@
-"""Sort the parts of a text by their records and build the record of the merged data set."""
+"""Sort the parts of a text by their metadata, and build the metadata of the merged data set.
+
+A data set's metadata is a `Record`, stored in its PREFIX.meta.json.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from dtmega.files.console import counted
 
 
 class Part(NamedTuple):
-    """A data set to merge, and its record. The record is None if the data set has no record."""
+    """A data set to merge, and the `Record` in its .meta.json; None without a .meta.json of this `.bin`."""
 
     dataset: IndexedDataset
     record: Record | None
 
     @property
     def place(self) -> PartRecord | None:
-        """The record's entry `part`; None if the data set is not a part that `tokenize --part` has written."""
+        """Which part of which text this is, as `tokenize --part` recorded it; None if the data set is not a part."""
         return self.record and self.record.part
 
     @property
@@ -62,7 +65,7 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
 
 
 def _text_of(part: Part) -> dict[str, Any]:
-    """The entries of a part's record that are the same in all parts of a text."""
+    """The fields of `part.place` that are the same in all parts of a text: all except the part's number."""
     assert part.place
     return part.place.model_dump(exclude={"number"})
 
@@ -108,7 +111,7 @@ def _joined_chat(first: ChatRecord, records: Sequence[Record]) -> ChatRecord:
     """The entry `chat` of the joined record.
 
     Args:
-        first: the entry of the first part that has conversations.
+        first: entry `chat` in the record of the first part that has conversations.
         records: records of all parts.
     """
     chats = [made.chat for made in records if made.chat]
@@ -125,9 +128,9 @@ def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
     """The entries of a part's record that must be equal in all records: all except counts and the tokenizer's name.
 
     Args:
-        part: the part.
-        beside: part to compare with. If `beside` has no conversations, its template is unknown, so the template is left
-            out.
+        part: part whose entries to return.
+        beside: part that will be compared with `part`. If `beside` has no conversations, its template is unknown, so
+            the template is left out.
     """
     of_chat = {"end_ids", "learned", "refused", *(() if beside.n_documents else ("template",))}
     counts = {"documents": True, "tokens": True, "min_id": True, "max_id": True, "part": True, "chat": of_chat}

@@ -2,10 +2,10 @@
 
     dtmega tokenize --input big.jsonl --tokenizer gpt2 --output data/mine --part 3/12   # data/mine.part-3-of-12
 
-A single uncompressed file of JSON lines in UTF-8 is cut by bytes: a line belongs to the part in which its first byte
-lies. Every other input is cut between files. Parts are consecutive, so joining the parts in order restores the order of
-the text. A part of a short text may have no documents. The files of an empty part are written too, so that `merge` can
-distinguish an empty part from a missing part.
+A single uncompressed UTF-8 file of JSON lines is split by bytes: a line belongs to the part in which its first byte
+lies. Every other input is split between files. Parts are consecutive, so joining the parts in order restores the order
+of the text. A part of a short text may have no documents. The files of an empty part are written too, so that `merge`
+can distinguish an empty part from a missing part.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Share(NamedTuple):
     Attributes:
         prefix: prefix of the output.
         files: files in reading order, or a single range of lines in a file.
-        part: entry `part` of the output's record; None for a whole text.
+        part: entry `part` of the output's .meta.json; None for a whole text.
         name: prefix of each message about a part; '' for a whole text.
     """
 
@@ -111,9 +111,9 @@ def share_of(
 
 
 def _has_cuts(files: Sequence[File], encoding: str) -> bool:
-    """True if the text is a single file that is cut between lines.
+    """True if the text is a single file that can be split between lines.
 
-    Text is cut only in UTF-8, because in UTF-16 a byte that looks like a line end may be half a character.
+    Only UTF-8 can be split so: in UTF-16, a byte that looks like a line end may be half a character.
     """
     is_plain = files[0].kind in (".jsonl", ".json") and not files[0].path.endswith((".gz", ".zst"))
     return len(files) == 1 and is_plain and not encoding

@@ -1,1 +1,1 @@
-"""Find the tokens of sample g: order documents, cut documents into samples, and blend corpora."""
+"""Compute which tokens the sample with a given index has: shuffle documents, cut them into samples, blend corpora."""

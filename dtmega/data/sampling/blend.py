@@ -182,12 +182,12 @@ def parts_of(
 def parts_of_mixture(
     mixture: Mixture, open_corpus: Callable[[str], IndexedDataset], rule: SplitRule = BY_DOCUMENT
 ) -> list[CorpusPart]:
-    """The parts of a mixture. A single part has the weight None.
+    """The part of each corpus in a mixture, with its weight; if there is only one corpus, its weight is None.
 
     Args:
-        mixture: names, ranges and weights of corpora.
+        mixture: prefix, range and weight of each corpus.
         open_corpus: function that opens the corpus with a given prefix.
-        rule: rule that defines the units of the ranges.
+        rule: rule that defines the unit of the ranges (document or sequence).
     """
     parts = []
     for corpus, share in enumerate(mixture.shares):

@@ -1,4 +1,4 @@
-"""Rows of whole conversations: the conversations of row g are a pure function of (seed, g).
+"""Rows (training samples) packed with whole conversations: the conversations of row g depend only on (seed, g).
 
     packs = Packs(dataset, documents=(0, 400), data=cfg.data, seed=1234, split="train")
     packs[g]  # the conversations of row g, each with its ids and the mask of tokens that bear loss
@@ -49,9 +49,9 @@ class Packs:
         corpus: position of the corpus in a blend.
 
     Attributes:
-        n_tokens: number of tokens in an epoch's conversations, after long conversations have been cut.
+        n_tokens: number of tokens in an epoch's conversations, after long conversations have been truncated.
         n_samples: number of rows in the first epoch; later epochs may have a few rows more or fewer.
-        note: line for the user about dropped or cut conversations and about how full the rows are.
+        note: line for the user about dropped or truncated conversations and about how full the rows are.
 
     Raises:
         ValueError: all conversations of the part are left out.
@@ -107,7 +107,7 @@ class Packs:
         return self._firsts[epoch]
 
     def __getitem__(self, g: int) -> list[Conversation]:
-        """The conversations of row g >= 0, each cut to at most S + 1 tokens."""
+        """The conversations of row g >= 0, each truncated to at most S + 1 tokens."""
         epoch = 0
         while self.first_row(epoch + 1) <= g:
             epoch += 1

@@ -54,7 +54,7 @@ class Samples:
     is predicted once. A sample may cross the bounds of documents and epochs.
 
     The samples that start in epoch e are delivered in an order that is also keyed by (seed, e). This order needs no
-    table, because the place of a sample is computed from its number. The orders of documents are tables (`order.py`);
+    table, because a sample's position is computed from its number. The orders of documents are tables (`order.py`);
     only the two newest tables are kept in memory.
 
     Args:
@@ -137,8 +137,8 @@ class Samples:
         # both ends. Megatron's `_build_sample_idx` finds the same bounds with a loop.
         a = np.searchsorted(starts, offset, "right") - 1
         b = np.searchsorted(starts, stop, "left")
-        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` holds each document's place in the file
-        # minus its place in the stream.
+        # `cuts` are the bounds of the pieces in the epoch's stream. `to_file` holds each document's offset in the file
+        # minus its offset in the stream.
         cuts = starts[a : b + 1].clip(offset, stop)
         to_file = self.dataset.first_token(documents[a:b].astype(np.int64) + self.documents[0]) - starts[a:b]
         pieces = zip(cuts[:-1] + to_file, cuts[1:] + to_file, strict=True)

@@ -135,7 +135,7 @@ class Chat:
 
 
 def _beside(folder: Path) -> Path | None:
-    """The file in a folder that holds a chat template; None if the folder has no template."""
+    """The file with a folder's chat template, a .jinja or tokenizer_config.json; None if the folder has no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return template

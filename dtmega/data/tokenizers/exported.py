@@ -37,20 +37,20 @@ def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 
 
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models trained to restore hidden spans, with the marks that training added after the last id.
+    """The tokenizer for models trained to restore hidden spans, with the special tokens (sentinels, start, end).
 
-    The exported tokenizer appends the end mark to each text, because in training the encoder's input ended with that
-    mark.
+    Tokens that the tokenizer lacked were added after its last id for training. The exported tokenizer appends the end
+    token to each text, because in training the encoder's input ended with it.
 
     Raises:
         ValueError: the tokenizer has too few sentinels, or its ids have gaps, so that a tokenizer.json cannot give the
-            added marks the ids that they had in training.
+            added tokens the ids that they had in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}
     names |= {mark_ids.start: "[BOS]", mark_ids.end: "[EOS]"}
-    # Marks that the tokenizer already has need no new token. The other marks are added in ascending order of their
-    # ids, because `add_special_tokens` numbers new tokens consecutively.
+    # Add only the special tokens that the tokenizer does not have yet, in ascending order of their ids, because
+    # `add_special_tokens` numbers new tokens consecutively.
     added = {i: name for i, name in sorted(names.items()) if i >= tokenizer.vocab_size}
     exported = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])

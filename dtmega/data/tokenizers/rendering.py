@@ -26,7 +26,7 @@ ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # same pattern as in transformers
 
-# Causes of a refusal, as they appear in messages and in the record.
+# Reasons for refusing a conversation, as worded in messages and in the data set's .meta.json.
 TEMPLATE_FAILS = "the template refuses"
 SPELLS_SPECIAL = "content spells a special token"
 PREFIX_DIFFERS = "a prefix does not hold"
@@ -40,7 +40,7 @@ class Refused(Exception):
     """Raised to refuse a conversation, which is then left out.
 
     Attributes:
-        cause: cause of the refusal, one of the constants above.
+        cause: reason for the refusal, one of the constants above.
         why: details about this conversation.
     """
 

@@ -34,7 +34,7 @@ from dtmega.data.tokenizers import tokenizer_trial, wordpiece
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
-# words with at most one mark before them; up to three digits; punctuation with the newlines after it; blank lines;
+# words with the space or mark before them; up to three digits; punctuation with the newlines after it; blank lines;
 # indentation except its last blank, which belongs to the next word.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"

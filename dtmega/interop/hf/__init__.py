@@ -1,4 +1,4 @@
-"""Trains `transformers` models and cuts them over ranks; class names, parameter names and file formats do not change.
+"""Trains `transformers` models, sharded over ranks; class names, parameter names and file formats do not change.
 
 `dtmega/families.py` is the only core module that imports this package, so you may skip the package on a first reading.
 
@@ -9,23 +9,23 @@
     resolve.py       fills in the configuration keys that the directory determines
     files/           reads and writes transformers directories (config.json, safetensors), also for our own models
     names/           transformers' names for the weights and config keys of dtmega's own families
-    record.py        the family record, with the methods that the trainer calls; connects model.py with tp/
-    tp/              cuts a model over ranks, and proves that the results do not change; works without the trainer
+    record.py        the `Family` object, with the methods that the trainer calls; connects model.py with tp/
+    tp/              shards a model over tp, and checks that the results do not change; works without the trainer
 
 Read these modules in the order above, then the modules of tp/:
 
-    styles.py, packed.py, experts.py, vocab.py    styles (ways to cut one module) that `plans/styles.py` lacks
-    regions.py, dropout.py, logits.py             code that runs before, between and after the cut modules
+    styles.py, packed.py, experts.py, vocab.py    styles (ways to shard one module) that `plans/styles.py` lacks
+    regions.py, dropout.py, logits.py             code that runs before, between and after the sharded modules
     plan.py, native.py, generic.py                build a model's style table from families.py, from transformers'
                                                   own plan, or from module names alone
     parallel.py, load.py                          apply the table; load each rank's part of the weights
-    tiny.py, verify.py, command.py                cut a small clone over ranks, and compare it with an uncut clone
+    tiny.py, verify.py, command.py                compare a small copy of the model, sharded, with an unsharded copy
 
 Use in your own training loop:
 
     print(plan_for(model, tp=2))                  # shows the style table
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    print(verify_plan(model, mesh))               # compares a cut clone with an uncut clone
+    print(verify_plan(model, mesh))               # compares a sharded with an unsharded small copy
     model = parallelize_hf(model, mesh)           # then train as usual: loss, backward, clip_grad_norm_, AdamW
 """
 

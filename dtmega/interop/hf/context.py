@@ -1,4 +1,4 @@
-"""Attention for `transformers` models when several ranks share each sequence ([mesh] cp).
+"""Attention for `transformers` models when each sequence is sharded over the cp ranks ([mesh] cp).
 
 transformers looks up two functions by the name in `config._attn_implementation`. The mask function makes the attention
 mask for a forward pass, and the attention function computes attention in each layer. `switch` changes the name, so that
@@ -24,18 +24,18 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.context_parallel import ContextParallel
 
 NAME = "dtmega_over_cp"
-# Keyword arguments that attention ignores: the rules already hold the tokens' places, and nothing is cached.
+# Keyword arguments that attention ignores: the rules already hold the tokens' positions, and nothing is cached.
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
 Rules: TypeAlias = dict[int, AttentionRule]
 
 
 class Tokens:
-    """This rank's part of the tokens in the current forward.
+    """The positions and documents of this rank's tokens in the current forward.
 
     Args:
-        places: each token's place in its sequence, [B, S / cp].
+        places: each token's position in its sequence, [B, S / cp].
         document_ids: document index of each token, [B, S / cp]; None if each sequence is one document.
-        context: ranks that share the sequences.
+        context: the cp ranks, over which the sequences are sharded.
         fused: value that `attention_rule` receives as its argument `fused`.
     """
 
@@ -64,7 +64,7 @@ _AT_HAND: ContextVar[Tokens | None] = ContextVar("tokens at hand", default=None)
 def at_hand(
     places: Tensor | None, document_ids: Tensor | None, context: ContextParallel | None, fused: bool
 ) -> Iterator[None]:
-    """Set the current tokens for models called inside the `with` block; if `context` is None, do nothing."""
+    """Give models called in the `with` block the tokens' positions and documents; do nothing if `context` is None."""
     if context is None:
         yield
         return
@@ -108,7 +108,7 @@ def windows_of(config: Any) -> set[int]:
 
 
 def _mask(config: Any, use_vmap: bool = False, **_: Any) -> Rules:
-    """Return the attention rules of the current tokens. transformers calls this function to make a mask."""
+    """Return the attention rules of the tokens set by `at_hand`. transformers calls this function to make a mask."""
     tokens = _AT_HAND.get()
     assert tokens is not None, "called outside of `at_hand`"
     # transformers sets `use_vmap` if the model combines the causal mask with a mask of its own.

@@ -1,4 +1,4 @@
-"""Tests a small clone before a run: ranks that share sequences must compute the same results as one process."""
+"""Checks, before a run, that a scaled-down copy of the model has the same results over cp ranks as in one process."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from dtmega.interop.hf.tp.verify import Verification, deviation, worst
 from dtmega.models.model import consecutive
 from dtmega.ops.context_parallel import ContextParallel
 
-LEAST_TOKENS = 16  # minimum length of the clone's sequences; attention windows in the clone hold 6 tokens
+LEAST_TOKENS = 16  # minimum length of the copy's sequences; attention windows in the copy hold 6 tokens
 # In fp32, correct gradients deviate by at most 6e-6, except in OPT: OPT's gradients are small differences of large
 # numbers and deviate by up to 1e-5. Implementations that are known to be wrong deviate by at least 1e-2.
 TOLERANCE = 1e-4
 
 
 def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
-    """Compare a small clone computed over `ranks` with an identical clone that each rank computes alone.
+    """Compare a scaled-down copy of the model over the cp ranks with an equal copy that each rank computes alone.
 
     All ranks must call this function.
 
     Args:
         model: `transformers` model on meta, whole or one stage; only its class and its config are used.
-        ranks: ranks that share the sequences.
+        ranks: the cp ranks, over which the sequences are sharded.
         device: device of this rank.
 
     Raises:
-        ValueError: no clone can be made, the clone raises an error, or the loss or a gradient deviates.
+        ValueError: no copy can be made, the copy raises an error, or the loss or a gradient deviates.
     """
     kind, size = model.config.model_type, ranks.group.size()
-    # Each rank needs two slices of equal length.
+    # `slice` gives each rank two slices of equal length, one from each half of the sequence.
     length = 2 * size * -(-LEAST_TOKENS // (2 * size))
     try:
         # With `by_heads`, cp divides the heads among the ranks, as tp does.

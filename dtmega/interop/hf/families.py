@@ -1,11 +1,11 @@
 """Facts about transformers families, as data: one entry per family.
 
 An entry lists the module that holds the blocks, the modules that only the first or last pipeline stage keeps, the style
-in which tensor parallelism cuts each module, and the config.json keys that affect the cut. Module names follow
+in which tensor parallelism shards each module, and the config.json keys that affect the sharding. Module names follow
 `transformers` 5.x and are relative to the base model (`model.base_model_prefix`); `*` stands for a block number.
 `model.py` uses `FamilyFacts.ends`, and `tp/plan.py` uses `FamilyFacts.styles`.
 
-If a family has no entry here, or an entry without `styles`, transformers' own plan (`tp/native.py`) cuts the family's
+If a family has no entry here, or an entry without `styles`, transformers' own plan (`tp/native.py`) shards the family's
 models. A family without an entry cannot run in a pipeline.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-# Tensor-parallel styles: ways to cut a module. `tp/plan.py` maps each style to its class.
+# Tensor-parallel styles: ways to shard a module. `tp/plan.py` maps each style to its class.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
 # Style of a linear layer that fuses q, k and v. The rows are either q, k and v of each head in turn, or the queries of
@@ -30,9 +30,9 @@ BY_HEAD, Q_K_V, GATE_UP = "by head", "q, k, v", "gate, up"
 # Stand-ins that replace a module on pipeline stages that lack the module.
 NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
-ZERO = "zero"  # a module that returns 0, because the first stage has already added the positions
+ZERO = "zero"  # a module that returns 0, because the first stage has already added position embeddings
 
-# Keys of config.json. Each line lists the keys that different families use for one quantity.
+# Keys of config.json. Each line lists the keys under which different families store the same value.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -43,7 +43,7 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Families whose models are always causal, even if config.json has `is_decoder` = false.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
-# Families that support context parallelism ([mesh] cp), in which several ranks share each sequence. In these families,
+# Families that support context parallelism ([mesh] cp), which shards each sequence over ranks. In these families,
 # each layer passes everything that affects attention through transformers' attention interface, and the model accepts
 # the positions of a rank's tokens.
 OVER_CP = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "cohere")
@@ -136,11 +136,11 @@ class FamilyFacts:
 
     Attributes:
         stacks: name of the block list in each module that runs blocks, keyed by module name.
-        ends: modules that only the first or last pipeline stage holds; None if the family cannot be cut into stages. A
-            family with ends has exactly one stack.
+        ends: modules that only the first or last pipeline stage holds; None if the family cannot be split into stages.
+            A family with ends has exactly one stack.
         styles: style for each module name pattern. A pattern without a match is skipped: a model may lack an optional
             norm, and an encoder-only model has no decoder. A model is refused if a module inside a block matches no
-            pattern. A module outside the blocks that matches no pattern is computed whole on every rank.
+            pattern. A module outside the blocks that matches no pattern is replicated on every rank.
         in_embedding_dtype: names of parameterless modules whose fp32 output is cast to the embeddings' dtype and then
             added to the embeddings.
         heads: config key for the number of heads.
@@ -192,8 +192,8 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families that have Llama's ends, but are cut over tp by transformers' own plan. These families differ from Llama only
-# in settings that the modules themselves hold, so each stage has the settings for its own modules. For example, Gemma's
+# Families that have Llama's ends, but are sharded over tp by transformers' own plan. These families differ from Llama
+# only in settings that the modules themselves hold, so each stage has the settings of its modules. For example, Gemma's
 # embedding factor is in embed_tokens. Each layer's window and rotation are set in the layer and in layer_types; a
 # stage keeps only the entries of layer_types for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
@@ -262,7 +262,7 @@ KNOWN: dict[str, FamilyFacts] = {
             # BloomModel.num_heads is not divided, because the model computes the slopes of all heads. Each rank then
             # takes the slopes of its own heads.
             "h.*.self_attention": Attention(alibi="alibi", divide=("num_heads",)),
-            # Rows are [head, (q, k, v), K], so a contiguous cut keeps heads whole.
+            # Rows are [head, (q, k, v), K], so sharding the rows keeps each head's q, k and v on one rank.
             "h.*.self_attention.query_key_value": COLUMN,
             "h.*.self_attention.dense": ROW,
             "h.*.post_attention_layernorm": NORM,

@@ -73,7 +73,7 @@ class HF(Model):
     Attributes:
         hf: the transformers model; only the last stage keeps the head.
         takes_positions: whether `hf.forward` has an argument `position_ids`.
-        is_clone: whether the model is a small clone, built from a separate config.
+        is_clone: whether the model is a scaled-down copy, built from `small_config`.
     """
 
     def __init__(self, cfg: config.Model, small_config: Any = None) -> None:
@@ -99,9 +99,9 @@ class HF(Model):
 
     @property
     def context(self) -> ContextParallel | None:
-        """Ranks that share the sequences of the current batch; None if each rank has whole sequences.
+        """The cp ranks, over which the current batch's sequences are sharded; None if each rank has whole sequences.
 
-        If ranks share the sequences, the functions in `context.py` compute attention.
+        With cp ranks, the functions in `context.py` compute attention.
         """
         return self._context
 
@@ -126,15 +126,15 @@ class HF(Model):
     ) -> Tensor | dict[str, Tensor]:
         """Run the model, as described in `Model`.
 
-        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, or if ranks share
-        the sequences; otherwise transformers counts positions itself.
+        `sample_ids` are ignored, because there is no dropout. `places` (token positions) are used only with a cache or
+        over cp ranks; otherwise transformers counts positions itself.
 
         Args:
             tokens: token ids, [B, S]; ignored by stages other than the first.
             labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
             hidden: hidden state from the previous stage, [B, S, D].
             cache: keys and values of the earlier tokens, for generation.
-            document_ids: document index of each token, [B, S]. Used only with a cache or if ranks share the sequences.
+            document_ids: document index of each token, [B, S]. Used only with a cache or over cp ranks.
                 With a cache, 0 marks the text, and any other number marks padding to the left of the text.
             position_ids: position of each token, [B, S]. Without a cache, transformers restarts attention at
                 every position 0, so tokens after a restart do not attend to tokens before the restart.
@@ -165,7 +165,7 @@ class HF(Model):
         if labels is None:
             return logits
         smoothing = self.cfg.label_smoothing if self.training else 0.0
-        # If a plan has cut or fused the head, the logits are `VocabLogits`. The lines below then compute the loss
+        # If a plan has sharded or fused the head, the logits are `VocabLogits`. The lines below then compute the loss
         # without computing the full logits.
         logits = logits.view(-1, logits.shape[-1]).float()
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)

@@ -1,4 +1,6 @@
-"""Tests a small clone before a run: conversations packed into one row must not see each other.
+"""Checks, before a run, that conversations packed into one row cannot attend to each other.
+
+The check runs on a scaled-down copy of the model.
 
 Without a mask, transformers restarts attention wherever `position_ids` restart. A four-dimensional mask could have the
 same effect, but nine families silently drop their sliding windows if they receive such a mask.
@@ -13,21 +15,21 @@ import torch
 from dtmega.interop.hf.tp import tiny
 from dtmega.interop.hf.tp.verify import Verification, deviation
 
-LENGTHS = (11, 3, 10)  # tokens per conversation; two conversations exceed the clone's attention windows of 6 tokens
+LENGTHS = (11, 3, 10)  # tokens per conversation; two conversations exceed the copy's attention windows of 6 tokens
 # In fp32, correct gradients deviate by at most 1e-5; if a family ignores the positions, gradients deviate by at least
 # 1e-1.
 TOLERANCE = 1e-4
 
 
 def prove(model: Any, device: torch.device) -> None:
-    """On a small clone, compare the loss and gradients of a packed row with those of the separate conversations.
+    """On a scaled-down copy, compare loss and gradients of a packed row with those of the separate conversations.
 
     Args:
         model: `transformers` model on meta; only its class and its config are used.
         device: device of this rank.
 
     Raises:
-        ValueError: no clone can be made, the clone raises an error, or a packed conversation sees another conversation.
+        ValueError: no copy can be made, the copy raises an error, or a packed conversation attends to another one.
     """
     kind = model.config.model_type
     remedy = "expected pack=false, one conversation in a row ([data] pack)"
@@ -45,7 +47,7 @@ def prove(model: Any, device: torch.device) -> None:
 
 
 def deviations(model: Any, device: torch.device) -> dict[str, float]:
-    """The relative deviations of the clone's loss and of each gradient, keyed by tensor name."""
+    """The relative deviations of the packed row's loss and of each gradient, keyed by tensor name."""
     config = tiny.tiny_config(model.config, 1, sum(LENGTHS))
     attention = model.config._attn_implementation
     alone, packed = (tiny.build(type(model), config, attention).to(device) for _ in range(2))

@@ -43,7 +43,7 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
         model: name of the model, for messages.
 
     Raises:
-        ValueError: a key has no place in the model, or two keys have the same name in the model.
+        ValueError: a key belongs to no tensor of the model, or two keys have the same name in the model.
     """
     keys: dict[str, str] = {}
     unknown: list[str] = []

@@ -52,7 +52,7 @@ def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directio
         shapes: shape of each parameter of the model, keyed by parameter name.
 
     Raises:
-        ValueError: a parameter's shape cannot be cut into the expected components.
+        ValueError: a parameter's shape cannot be split into the expected components.
     """
     rules: list[Rule] = []
     for converter in conversions:
