@@ -3,8 +3,8 @@
     estimator = Estimator(cfg, pieces, fabric)
     estimator.estimate(layout).peak_bytes
 
-The closed forms use only the costs of the model's pieces (`ops.cost`) and the hidden size. The planner's counts are the
-reference.
+The closed forms use only the hidden size and the costs of the model's pieces: embedding, layers, head (`ops.cost`). The
+planner's counts are the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
         peak_bytes: peak memory of the fullest rank.
         seconds: time of one step.
         states_bytes: bytes of parameters, moments, gradients and gathered weights on the fullest rank.
-        kept_bytes: bytes of activations on the fullest rank.
+        kept_bytes: bytes of activations that the fullest rank saves for backward.
     """
 
     peak_bytes: int
@@ -46,7 +46,7 @@ class Estimator:
 
     Args:
         cfg: configuration, with a dtype in [precision] params.
-        pieces: pieces of the whole model.
+        pieces: embedding, layers and head of the whole model.
         fabric: fabric of the cluster.
     """
 

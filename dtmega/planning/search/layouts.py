@@ -151,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes that multiply to the number of ranks, each with every size of ep."""
+        """Yield all combinations of axis sizes whose product is the number of ranks, each with every possible ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 

@@ -57,10 +57,10 @@ class Summary(NamedTuple):
     """The memory of a plan's fullest rank.
 
     Attributes:
-        place: pipeline place of the rank.
+        place: index of the rank in its pipeline.
         peak_bytes: peak memory of the rank.
         action: action of the schedule during which the peak occurs.
-        at_peak: bytes of each owner at the peak.
+        at_peak: what the memory is used for at the peak, such as "gradients" -> bytes.
     """
 
     place: int
