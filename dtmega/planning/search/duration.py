@@ -1,4 +1,4 @@
-"""Estimate the time of a layout in closed form. The planner's simulation of counted work is the reference."""
+"""Estimate the time of a layout in closed form. The planner's simulation of the real step is the reference."""
 
 from __future__ import annotations
 

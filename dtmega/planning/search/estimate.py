@@ -4,7 +4,7 @@
     estimator.estimate(layout).peak_bytes
 
 The closed forms use only the hidden size and the costs of the model's pieces: embedding, layers, head (`ops.cost`). The
-planner's counts are the reference.
+reference is the planner, which runs the real step on fake devices and counts its memory and messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import MemoryEstimator
 from dtmega.planning.search.places import Places
 
-# Assumed upper bound on the ratio of a counted peak to its estimate, and on the inverse ratio. On the layouts of
-# benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
+# Assumed upper bound on the ratio of the planner's peak to the estimated peak, and on the inverse ratio. On the layouts
+# of benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
 MARGIN = 1.25
 
 

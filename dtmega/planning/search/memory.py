@@ -1,4 +1,4 @@
-"""Estimate the memory of a layout in closed form. The planner's counts are the reference.
+"""Estimate the memory of a layout in closed form. The reference is the planner, which runs the step on fake devices.
 
 For each token, a layer saves 16 D numbers for backward, or 32 D bytes in 16 bits. The inputs and outputs of the norms
 take 4 D of these numbers. Each weight matrix has one side of length D. For each matrix, the layer saves a vector as
