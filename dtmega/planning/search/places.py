@@ -64,7 +64,7 @@ class Place(NamedTuple):
     experts_per_token: int
 
     def whole_elements(self, ep: int) -> float:
-        """The number of weight elements that FSDP gathers on a rank, before division by tp."""
+        """The number of weight elements that a rank uses, with only its own experts, before division by tp."""
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:

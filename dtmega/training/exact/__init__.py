@@ -232,7 +232,7 @@ def begin(
     compiled: bool,
     was: ExactState | None,
 ) -> None:
-    """Record the fixed settings of a run, and restore the largest gradients, from which the grids are chosen.
+    """Record the fixed settings of a run, and restore the largest gradients, which determine the fixed-point grids.
 
     Without [run] exact, do nothing.
 
