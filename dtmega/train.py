@@ -89,11 +89,11 @@ def main(argv: list[str]) -> int:
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: ExitStatus) -> tuple[Run, Progress]:
-    """Start a run. All ranks take the steps of the startup together.
+    """Start a run. All ranks go through the startup steps together.
 
     Args:
         argv: arguments of the command line.
-        startup: object through which the ranks meet at the end of each startup step.
+        startup: coordinator that lets the ranks wait for each other at the end of each startup step.
         closing: exit stack that closes everything that this function opens.
         exit_status: record of how the run ends.
 
@@ -164,7 +164,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
 
 
 def leave_traces(log: RankLog, metrics: Metrics) -> None:
-    """Write the last log lines and tracker rows of a rank that the watch is about to end."""
+    """Write the last log lines and tracker rows of a rank that the watchdog is about to end."""
     log.write_stacks()
     metrics.abandon()
 
@@ -175,8 +175,8 @@ def start_watch(
     """Start the watchdog. From then on, the watchdog catches signals and ends a rank that hangs."""
     records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
-    # Register the watch before anything that takes time to close. The watch then closes last, and catches a second
-    # signal in the meantime.
+    # Register the watchdog before anything that takes time to close. The watchdog then closes last, and catches a
+    # second signal in the meantime.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
     startup.on_heartbeat = partial(watch.beat, 0, "load")
@@ -331,13 +331,13 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
 
     Args:
         run: the run.
-        batch: this rank's part of the step's batch.
+        batch: this rank's share of the global batch.
         at: progress before the step.
         end: configured end of the run, which affects the learning rate.
 
     Returns:
-        The progress after the step, and whether the step was faulty. The second value is None if skip_steps excludes
-        the step, or if the step was skipped only because float16's loss scale is too large and can still be halved.
+        The progress after the step, and whether the weights stayed the same (`StepResult.skipped`). The second value is
+        None if skip_steps excludes the step, or if float16's loss scale was too large but can still be halved.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)

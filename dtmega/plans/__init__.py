@@ -1,4 +1,4 @@
-"""Tensor parallelism as a table: pattern of module names -> style that cuts these modules. Read apply.py first."""
+"""Tensor parallelism as a table: pattern of module names -> style that shards these modules. Read apply.py first."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Low-rank adapters over the tp axis. An adapter of a linear layer, A [r, in] and B [out, r], is cut like the layer.
+"""Low-rank adapters over the tp axis. A layer's adapter, A [r, in] and B [out, r], is sharded like the layer's weight.
 
-    the layer is cut by     A                B                additional messages
-    outputs (Column)        whole            cut by outputs   none: A reads the gathered input
-    outputs, in parts       whole            whole            none: a rank takes the rows of its outputs
-    inputs (Row)            cut by inputs    whole            a sum of x A^T, r numbers per token, before B is applied
-    nothing                 whole            whole            none
+    the layer is sharded by   A            B            additional messages
+    outputs (Column)          replicated   by outputs   none: A reads the gathered input
+    outputs, strided          replicated   replicated   none: a rank selects the rows of B for its outputs
+    inputs (Row)              by inputs    replicated   x A^T, r numbers per token, is reduced before B is applied
+    nothing                   replicated   replicated   none
 
-If the layer is cut by outputs, each rank computes only the contribution of its own outputs to A's gradient, so A's
-gradient is summed over tp. If the layer is cut by inputs and the sequence is cut too, each rank applies B only to its
-own tokens, so B's gradient is summed over tp.
+"Strided" means that the weight stacks several layers, such as q, k and v, and that each of these is sharded by itself.
+If the layer is sharded by outputs, each rank computes only the contribution of its own outputs to A's gradient, so A's
+gradient is all-reduced over tp. If the layer is sharded by inputs and the sequence is sharded too, each rank applies B
+only to its own tokens, so B's gradient is all-reduced over tp.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placem
     if by_output != (name == "lora_b"):
         return Replicate()
     if by_output:
-        # If tp cut each part's rows, FSDP2 would have to cut dim 1, which has only r entries (`shards.dim_to_cut`).
+        # If tp sharded the rows with a stride, FSDP2 would have to shard dim 1, which has only r entries
+        # (`shards.dim_to_cut`).
         return Replicate() if in_parts else Shard(0)
     return _StridedShard(1, split_factor=of_weight.split_factor) if in_parts else Shard(1)
 
@@ -53,8 +55,8 @@ def add(module: Any, out: Tensor, reduced: Tensor, b: Tensor) -> Tensor:
 
     Args:
         module: linear layer with the adapter.
-        out: output of the layer, [..., out], or this rank's part of the output.
+        out: output of the layer, [..., out], or this rank's features of the output.
         reduced: product x A^T, [..., r].
-        b: rows of B that belong to `out`.
+        b: rows of B for the features in `out`.
     """
     return out + module.lora_scale * F.linear(reduced, b)

@@ -1,4 +1,4 @@
-"""Tensor parallelism as a table: pattern of module names -> style that defines how tp cuts these modules.
+"""Tensor parallelism as a table: pattern of module names -> style that defines how tp shards these modules.
 
     table = plans.bloom.plan(cfg.model)            # styles.py lists the styles
     partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
@@ -28,15 +28,15 @@ from dtmega.plans import adapters
 from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 
-# Parameter before the cut -> (module that holds the parameter, name of the parameter in that module). A tied parameter
-# has several such pairs.
+# Unsharded parameter -> (module that holds the parameter, name of the parameter in that module). A tied parameter has
+# several such pairs.
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
-    """Cut the model over `mesh`: every parameter becomes a DTensor on the mesh, and tied parameters stay tied.
+    """Shard the model over `mesh`: every parameter becomes a DTensor on the mesh, and tied parameters stay tied.
 
-    The ranks do not communicate: each rank starts with whole parameters, or meta tensors, and keeps only its own parts.
+    The ranks do not communicate: each rank starts with full parameters, or meta tensors, and keeps only its own shards.
 
     Args:
         model: whole model or pipeline stage. In a stage, modules of other stages are None or missing from their
@@ -45,11 +45,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         plan: pattern of module or buffer names -> style. `*` matches one component of a name; "" matches the model.
 
     Returns:
-        Names of the parameters whose gradients `sum_partial_gradients` must sum.
+        Names of the parameters whose gradients `sum_partial_gradients` must all-reduce.
 
     Raises:
         ValueError: a pattern matches nothing; a matrix matches no pattern; tp does not divide a size; or the input of a
-            cut module passes through no Enter, or through several Enters.
+            sharded module passes through no Enter, or through several Enters.
     """
     # Styles replace parameters one by one, which unties tied parameters. Therefore, record first which modules share a
     # parameter, and tie the parameters again at the end.
@@ -70,7 +70,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             if isinstance(style, Style | Enter):
                 entered += [name] * style.enters
                 inside += [name] * (style.inside * (1 + adapters.has_adapter(match)))
-    # If a region has only one product, communication and computation overlap in compiled blocks too (products.py).
+    # With only one product in a region, communication and computation overlap in compiled blocks too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:
         model.get_submodule(name).has_one_product = n_products[name] == 1  # pyright: ignore[reportArgumentType]
@@ -90,9 +90,9 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
-    """Replicate the vectors that no style has cut, and re-tie the parameters that were tied before the cut.
+    """Replicate the vectors that no style has distributed, and tie again the parameters that were tied before.
 
-    If a style has cut a tied parameter in one module, all modules that share the parameter get the cut parameter.
+    If a style has distributed a tied parameter in one module, all modules that share the parameter get that DTensor.
     """
     for parameter, places in owners.items():
         now = [module.get_parameter(name) for module, name in places]
@@ -118,7 +118,7 @@ def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> lis
 
 
 def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Raise an error if the plan cannot cut the model over tp ranks. The model may be on meta; no mesh is needed.
+    """Raise an error if the plan cannot shard the model over tp ranks. The model may be on meta; no mesh is needed.
 
     Raises:
         ValueError: a pattern matches nothing, tp does not divide a size, or a style does not fit a module.
@@ -132,11 +132,11 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Make regions keep their gathered input for backward, instead of gathering the input again.
+    """Make regions save their gathered input for backward, instead of gathering the input again.
 
-    Keeping the input is better in two cases. If blocks are recomputed, the recomputed forward gathers the input anyway,
+    Saving the input is better in two cases. If blocks are recomputed, the recomputed forward gathers the input anyway,
     just before backward needs the input. If backward runs in two parts (zero-bubble schedules), only torch's own
-    product can run the two parts separately.
+    `F.linear` can run the two parts separately.
     """
     for module in model.modules():
         if hasattr(module, "gathers_again"):
@@ -144,10 +144,10 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Replace each buffer in the plan with this rank's part. Call this function after the buffers get their values.
+    """Replace each buffer in the plan with this rank's shard. Call this function after the buffers get their values.
 
     Raises:
-        ValueError: a buffer is not whole, for example because the function was called twice.
+        ValueError: a buffer does not have its full size, for example because the function was called twice.
     """
     for pattern, style in plan.items():
         if isinstance(style, ShardBuffer):
@@ -163,8 +163,8 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     """Sum the gradients of the named parameters over tp in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: model that `apply_plan` has cut, and that FSDP2 may also have sharded. The ranks of the tp mesh hold
-            corresponding FSDP2 shards of a parameter, so the local shards can be summed directly.
+        model: model that `apply_plan` has sharded, and perhaps FSDP2 too. The ranks of the tp mesh hold corresponding
+            FSDP2 shards of a parameter, so the local shards can be summed directly.
         names: names that `apply_plan` returned; parameters without a gradient are left out.
         mesh: 1-D tp mesh.
     """
@@ -207,13 +207,13 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
 
 
 def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
-    """Check that the input of each cut product passes through exactly one Enter.
+    """Check that the input of each sharded matrix product passes through exactly one Enter.
 
     Each Enter sums the gradient of the input over tp once. Without an Enter, the gradient would be only this rank's
-    part. With two Enters, the gradient would be tp times too large.
+    contribution. With two Enters, the gradient would be tp times too large.
 
     Args:
-        entered: names of the modules whose input enters a region.
+        entered: names of the modules whose input passes through an Enter.
         inside: names of the modules that compute on the input of a region.
 
     Returns:

@@ -1,14 +1,14 @@
-"""The base class of styles: a module's parameters become DTensors, and forward computes on the DTensors' local parts.
+"""The base class of styles: a module's parameters become DTensors, and forward computes on their local shards.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), or
 [B, S, D] on every rank without sequence parallelism. Each parameter becomes a DTensor on the 1-D tp mesh, because
-FSDP2, gradient clipping and checkpoints expect DTensors. A module's forward computes only on the local part of each
+FSDP2, gradient clipping and checkpoints expect DTensors. A module's forward computes only on the local shard of each
 DTensor, so no operation on the hot path goes through DTensor's dispatch. Under FSDP2, forward gets these DTensors after
 FSDP2 has gathered its own shards.
 
-If a replicated parameter is applied to only S/tp of the tokens, or only to this rank's heads, its gradient is this
-rank's part of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists the parameters
-with partial gradients in `partial_gradients`, and these gradients are summed once per step
+If a replicated parameter is applied to only S/tp of the tokens, or only to this rank's heads, its gradient on each rank
+is only one term of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists parameters
+with partial gradients in `partial_gradients`, and these gradients are all-reduced once per step
 (`plans.sum_partial_gradients`; Megatron's `allreduce_layernorm_grads`).
 """
 
@@ -35,12 +35,12 @@ class Stack:
     In a region, each rank computes its own features (heads, channels) from an input [B, S, D] that all ranks share.
 
     Args:
-        sequence_parallel: whether the hidden state is cut along S between modules.
+        sequence_parallel: whether the hidden state is sharded along S between modules.
 
     Attributes:
-        cut: whether the hidden state is cut along S in the current forward. In transformers models, `cut` may be
+        cut: whether the hidden state is sharded along S in the current forward. In transformers models, `cut` may be
             False even with `sequence_parallel`, for example if tp does not divide S.
-        sums_in_backward: whether gradients of replicated parameters are summed over tp in backward, instead of
+        sums_in_backward: whether gradients of replicated parameters are all-reduced over tp in backward, instead of
             once per step.
     """
 
@@ -57,7 +57,7 @@ class Stack:
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
         """Convert the hidden state to the input of a region, [B, S, D]. Backward gathers this input again.
 
-        The caller must call `products.again` at the end of the region. After `keep_gathered`, the products keep their
+        The caller must call `products.again` at the end of the region. After `keep_gathered`, the products save their
         input, and nothing is gathered again.
         """
         if not module.gathers_again:
@@ -65,21 +65,21 @@ class Stack:
         return products.enter(x, group, self.cut, module.has_one_product)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Sum the ranks' outputs of a region, [B, S, D], into the hidden state between modules."""
+        """Reduce the ranks' outputs of a region, [B, S, D] {U_tp}, to the hidden state between modules."""
         return mappings.scatter(x, group) if self.cut else mappings.add_up(x, group)
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
-        """The local part of a replicated parameter.
+        """The local tensor of a replicated parameter.
 
-        If the sequence is cut, the parameter is applied only to this rank's tokens, so its gradient is only this rank's
-        part of a sum, {U_tp}. With `of_heads`, the gradient is always partial. A stack that sums gradients in backward
-        overrides this method.
+        If the sequence is sharded, the parameter is applied only to this rank's tokens, so its gradient is partial,
+        {U_tp}. With `of_heads`, the gradient is always partial. A stack that sums gradients in backward overrides this
+        method.
         """
         return local_part(parameter)
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: the parameters become DTensors, and the style replaces the module's forward.
+    """A way to shard one kind of module: the parameters become DTensors, and the style replaces the module's forward.
 
     Args:
         stack: stack of blocks that contains the module; True for a new stack with sequence parallelism, False for a
@@ -88,7 +88,7 @@ class Style(ParallelStyle):
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    cost: tuple[str, str] = ("", "")  # the style's collectives: (without sequence parallelism, with it)
+    cost: tuple[str, str] = ("", "")  # collectives of a module: (without sequence parallelism, with it)
     of_heads = False  # whether replicated parameters are applied only to this rank's heads
     enters = False  # whether the module is a separate region, in which case the style also acts as an Enter
     inside = False  # whether the module computes on the input of its own region or of an enclosing region
@@ -128,14 +128,14 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def matrix(self, module: Any) -> Tensor:
-        """This rank's part of a linear layer's weight, [out, in]."""
+        """This rank's shard of a linear layer's weight, [out, in]."""
         return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
         """Check that the module can be divided over tp ranks.
 
         Raises:
-            ValueError: tp does not divide a size, or the style cannot cut this kind of module.
+            ValueError: tp does not divide a size, or the style cannot shard this kind of module.
         """
         kind, owner = type(self).__name__, type(module).__name__
         for key, size in self.sizes.items():
@@ -180,7 +180,7 @@ class Style(ParallelStyle):
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Convert a parameter that is whole on every rank (or on meta) to a DTensor. The ranks do not communicate."""
+    """Convert a parameter that every rank has in full (or on meta) to a DTensor. The ranks do not communicate."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
@@ -210,9 +210,9 @@ def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[
 
 
 def local_part(parameter: Any) -> Any:
-    """This rank's part of a parameter.
+    """This rank's shard of a parameter.
 
     In backward, the gradient becomes a DTensor with the parameter's placement. The gradient of a replicated parameter
-    is not summed over the ranks.
+    is not all-reduced.
     """
     return None if parameter is None else parameter.to_local()

@@ -1,4 +1,4 @@
-"""BERT over the tp axis: how each module of `models/bert.py` is cut."""
+"""BERT over the tp axis: how each module of `models/bert.py` is sharded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbe
 
 
 def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
-    """The plan for a BERT model. Blocks are cut as in BLOOM. In the two heads, only the vocabulary is cut.
+    """The plan for a BERT model. Blocks are sharded as in BLOOM. In the two heads, only the vocabulary is sharded.
 
-    With sequence parallelism, the word head gathers its whole input [B, S, D], because labelled tokens are selected
-    from whole sequences. The sentence-order head gathers only the first place of each rank. Up to the product with the
-    vocabulary, all ranks then compute identical results for the N labelled tokens, [N, D]. The gradient of the
-    product's input, [N, D], is summed over tp. This sum sends 15 % of the bytes that a reduce-scatter over all tokens
-    would send. After the sum, all gradients in `head` and `order` are complete on every rank, so no parameter in `head`
-    or `order` has a partial gradient.
+    With sequence parallelism, the masked-word head gathers its whole input [B, S, D], because labelled tokens are
+    selected from whole sequences. The sentence-order head gathers only the first position of each rank's slice. Up to
+    the product with the vocabulary, all ranks then compute identical results for the N labelled tokens, [N, D]. The
+    gradient of the product's input, [N, D], is all-reduced over tp. This all-reduce sends 15 % of the bytes that a
+    reduce-scatter over all tokens would send. After it, all gradients in `head` and `order` are complete on every rank,
+    so no parameter in `head` or `order` has a partial gradient.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
@@ -39,7 +39,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
-        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. Other dropout sites get only this rank's slice of a sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -1,4 +1,4 @@
-"""BLOOM over the tp axis: how each module of `models/bloom.py` is cut."""
+"""BLOOM over the tp axis: how each module of `models/bloom.py` is sharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The plan for a BLOOM model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
+    """The plan for a BLOOM model. Heads and feed-forward are sharded evenly; the last vocabulary shard may be smaller.
 
     With sequence parallelism, a layer needs two all-gathers and two reduce-scatters in forward. Backward needs two
     all-gathers and two reduce-scatters as well, and also repeats the two all-gathers of forward. Without sequence
@@ -29,7 +29,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
-        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. Other dropout sites get only this rank's slice of a sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -44,7 +44,7 @@ def divide(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts, as DTensors, and set the module's `exchange`. The ranks do not communicate.
 
     Args:
-        experts: module whose parameters are stacked by expert, [E, ...]. tp may have cut any dim except dim 0.
+        experts: module whose parameters are stacked by expert, [E, ...]. tp may have sharded any dim except dim 0.
         mesh: mesh with the dims (ep,) or (ep, tp).
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Styles for mixtures of experts: `ExpertRows` cuts experts; `TokenRouter` leaves the router whole on every rank."""
+"""Styles for mixtures of experts: `ExpertRows` shards the experts, and `TokenRouter` replicates the router."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dtmega.plans.styles import Whole
 
 
 class ExpertRows(Style):
-    """Stacked experts, each cut along its inner dim F, inside an Enter: [B, S, D] -> [B, S/tp, D].
+    """Stacked experts, each sharded along its inner dim F, inside an Enter: [B, S, D] -> [B, S/tp, D].
 
-    The module's parameters are gate and up, [E, F, D], and down, [E, D, F]. The module's method `compute` takes parts
-    of these parameters. Each rank computes its part of F for all tokens, and the ranks' results are summed.
+    The module's parameters are gate and up, [E, F, D], and down, [E, D, F]. The module's method `compute` takes this
+    rank's shards of these parameters. Each rank computes its slice of F for all tokens, and the results are reduced.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"gate": Shard(1), "up": Shard(1), "down": Shard(2)}
@@ -41,11 +41,11 @@ class ExpertRows(Style):
 
 
 class TokenRouter(Whole):
-    """A router, whole on every rank, inside an Enter. Every rank routes all tokens, [B, S, D].
+    """A replicated router inside an Enter. Every rank routes all tokens, [B, S, D].
 
-    Each rank has only a part of each expert, so its gradient for the tokens' expert weights is partial. The
-    router's gradients are therefore summed over tp. The gradient of the router's losses is whole on every rank, so each
-    rank passes on only its share of that gradient (`share_gradient`).
+    Each rank has only a shard of each expert, so its gradient for the tokens' expert weights is partial. The router's
+    gradients are therefore all-reduced over tp. The gradient of the router's losses, however, is already complete on
+    every rank, so each rank divides it by tp before this all-reduce (`share_gradient`).
     """
 
     def __init__(self, stack: Any = True) -> None:
@@ -64,7 +64,7 @@ class TokenRouter(Whole):
 
 
 def share_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x unchanged. In backward, divide the gradient, which is whole on every rank, by the number of ranks."""
+    """Return x unchanged. In backward, divide the gradient, which is complete on every rank, by the number of ranks."""
     return cast(Tensor, _ShareGradient.apply(x, group.size()))
 
 

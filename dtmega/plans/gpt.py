@@ -1,4 +1,4 @@
-"""GPT over the tp axis: how each module of `models/gpt.py` is cut."""
+"""GPT over the tp axis: how each module of `models/gpt.py` is sharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
-    """The plan for a GPT model: BLOOM's plan, plus a position embedding that is whole on every rank."""
+    """The plan for a GPT model: BLOOM's plan, plus a position embedding that is replicated on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
         "embed": VocabEmbedding(sp),
@@ -23,7 +23,7 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),
         "head": VocabHead(sp),
-        # Attention dropout is keyed by global head index. All other dropout sites get this rank's part of the sequence.
+        # Attention dropout is keyed by global head index. Other dropout sites get only this rank's slice of a sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

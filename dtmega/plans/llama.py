@@ -1,4 +1,4 @@
-"""Llama over the tp axis: how each module of `models/llama.py` is cut."""
+"""Llama over the tp axis: how each module of `models/llama.py` is sharded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
-    """The plan for a Llama model. Heads and feed-forward are cut evenly; the last rank may have fewer vocabulary rows.
+    """The plan for a Llama model. Heads and feed-forward are sharded evenly; the last vocabulary shard may be smaller.
 
     If there are fewer key/value heads than ranks, several ranks share one key/value head. The collectives are the same
     as in `plans/bloom.py`.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
-    # These norms see only this rank's heads, even if the sequence is whole.
+    # These norms see only this rank's heads, even without sequence parallelism, so their gradients are always partial.
     norms = {f"layers.*.attn.{name}": Norm(sp, of_heads=True) for name in ("q_norm", "k_norm")}
     return {
         "embed": VocabEmbedding(sp),

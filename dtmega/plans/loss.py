@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
         logits_shard: this rank's columns of the logits, [..., V_local], in any floating dtype and with any strides.
         target: index of each label in the whole vocabulary, [...] int64. The loss of a token with target -100 is 0; any
             other index outside [0, n_valid) raises an index error.
-        group: process group that shares the vocabulary; None if this rank has the whole vocabulary.
+        group: process group over which the vocabulary is sharded; None if this rank has the whole vocabulary.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         n_valid: number of columns on all ranks, without the padding columns at the end; None if there is no padding.
@@ -40,8 +40,8 @@ def vocab_parallel_cross_entropy(
         reduction: form of the result: "none" for the losses [...], or "sum" for the sum of the losses.
 
     Returns:
-        The losses or their sum in fp32, equal on all ranks. The gradient of logits_shard is complete and needs no sum
-        over the ranks. Backward can run only once.
+        The losses or their sum in fp32, equal on all ranks. The gradient of logits_shard is complete and needs no
+        all-reduce. Backward can run only once.
 
     Raises:
         ValueError: the shapes do not match, or the reduction is unknown.

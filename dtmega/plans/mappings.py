@@ -1,22 +1,22 @@
 """The communication of tensor parallelism, forward and backward (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
 
-{U_tp} marks a tensor that is a rank's part of a sum over tp.
+{U_tp} marks an unreduced tensor: its sum over the tp ranks is the real value (`Partial` in DTensor).
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
-    add_up   [B, S, D] {U_tp} -> [B, S, D]           no communication: each rank has the whole gradient
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           no communication: each rank has the complete gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
     split    [B, S, D] -> [B, S/tp, D]               all-gather
-    join     [B, S/tp, D] -> [B, S, D]               no communication: each rank takes its part of the gradient
+    join     [B, S/tp, D] -> [B, S, D]               no communication: each rank takes its slice of the gradient
 
 `copy` begins a region, in which each rank computes its own features from an input that all ranks share, and `add_up`
 ends the region. With sequence parallelism, regions begin with `gather` and end with `scatter`, and between regions each
-rank keeps only its part of the sequence.
+rank keeps only its slice of the sequence.
 
-`split` cuts a tensor that every rank has, and `join` is the inverse of `split`. Both functions are for code in which
+`split` slices a tensor that every rank has, and `join` is the inverse of `split`. Both functions are for code in which
 every rank repeats the computation of a single process. In such code, each gradient is complete on its rank, so
-backward joins or cuts gradients but never adds gradients up.
+backward gathers or slices gradients but never adds them up.
 
 A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
 order than the tokens, because `scatter` restores the order.
@@ -37,7 +37,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin a region with an input that is whole on every rank."""
+    """Begin a region with an input that every rank has in full."""
     return cast(Tensor, _Copy.apply(x, group))
 
 
@@ -47,17 +47,17 @@ def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Begin a region with an input that is cut along the sequence."""
+    """Begin a region with an input that is sharded along the sequence."""
     return cast(Tensor, _Gather.apply(x, group))
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """End a region: sum the outputs of all ranks. Each rank gets its part of the sequence."""
+    """End a region: sum the outputs of all ranks. Each rank gets its slice of the sequence."""
     return cast(Tensor, _Scatter.apply(x, group))
 
 
 def split(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """Cut x with `x.chunk` and return this rank's chunk. `dim` must be large enough for one chunk per rank."""
+    """Split x with `x.chunk` and return this rank's chunk. `dim` must be large enough for one chunk per rank."""
     return cast(Tensor, _Split.apply(x, group, dim))
 
 
@@ -67,7 +67,7 @@ def join(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The result of `gather`, but without a gradient."""
+    """The result of `gather`, but without autograd."""
     return by_row(_all_gather(x, group), group)
 
 
@@ -76,10 +76,10 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reorder a tensor so that each rank's part is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
+    """Reorder a tensor so that each rank's slice of S is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
 
-    Collectives cut and join tensors only along dim 0. Rows [N, D] are already in the right order. With B = 1 nothing is
-    copied.
+    Collectives split and join tensors only along dim 0. Rows [N, D] are already in the right order. With B = 1 nothing
+    is copied.
     """
     if x.ndim == 2:
         return x
@@ -99,7 +99,7 @@ def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    # An all-gather needs parts of equal size, so the last rank's smaller part is padded. The padding is cut off after
+    # An all-gather needs chunks of equal size, so the last rank's smaller chunk is padded. The padding is removed after
     # the all-gather.
     most = -(-size // group.size())
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
@@ -131,7 +131,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the ranks' tensors [tp n, ...] and return this rank's part, [n, ...]."""
+    """Sum the ranks' tensors [tp n, ...] and return this rank's rows of the sum, [n, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.reduce_scatter_tensor(x, "sum", 0, group)
@@ -155,7 +155,7 @@ class Started:
 
 
 def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
-    """Start the backward of `gather` (if `cut`) or of `copy` for the gradient x. The memory of x may be overwritten."""
+    """Start to reduce the gradient x, as the backward of `gather` (if `cut`) or of `copy`. May overwrite x's memory."""
     if cut:
         parts = _by_rank(x, group).contiguous()
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Mixtures of experts over the tp axis: how each module of `models/moe.py` is cut."""
+"""Mixtures of experts over the tp axis: how each module of `models/moe.py` is sharded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 
 
 def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
-    """The plan for a mixture of experts: Llama's plan, with each expert cut like a feed-forward network.
+    """The plan for a mixture of experts: Llama's plan, with each expert sharded like a feed-forward network.
 
-    A mixture's input is gathered once, for the router, the experts and the shared experts.
+    In each layer, the input of the mixture is gathered once, for the router, the experts and the shared experts.
     """
     sp, width = sequence_parallel, {"expert_ffn_hidden_size": model.expert_ffn}
     rest = dict(llama_plan(model, sp))
@@ -32,8 +32,8 @@ def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
 def _latent(model: config.MoE, sp: bool) -> Plan:
     """The plan for all projections of latent attention except the output projection.
 
-    Every rank computes the whole latent vectors, and computes its own heads from these vectors. The gradients of the
-    modules that compute the latent vectors are therefore summed over tp, like the gradients of a key head that all
+    Every rank computes the full latent vectors, and computes its own heads from these vectors. The gradients of the
+    modules that compute the latent vectors are therefore all-reduced over tp, like the gradients of a key head that all
     ranks share.
     """
     heads, attn = {"n_heads": model.n_heads}, "layers.*.attn"

@@ -1,8 +1,8 @@
-"""The matrix product for all styles: it keeps no gathered input, and overlaps computation with communication.
+"""The matrix product for all styles: it saves no gathered input, and overlaps computation with communication.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read the gathered
-input. At tp 4, the gathered input would take a quarter of the memory that a layer keeps for backward (docs/design.md).
-Therefore, no product keeps the gathered input, and backward gathers the input again from this rank's part:
+input. At tp 4, the gathered input would take a quarter of the memory that a layer saves for backward (docs/design.md).
+Therefore, no product saves the gathered input. Backward gathers the input again from the ranks' slices [B, S/tp, D]:
 
 1. In forward, each product returns its output and a *ticket*, which is a tensor of zeros that takes no memory.
 2. `again`, which is called at the end of the region, consumes the tickets. Autograd therefore runs the backward of
@@ -10,11 +10,11 @@ Therefore, no product keeps the gathered input, and backward gathers the input a
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
-Time. The gradient of the input must be summed over the ranks. While the ranks communicate this sum, each rank computes
-the gradient of a weight. For this overlap, the products of a region form a chain. Along the chain, each product adds
-its part of the input's gradient. Backward reaches the region's first product last. The first product starts the sum
-over the ranks, computes the gradient of its own weight, and then waits for the sum. Inductor cannot follow the chain,
-so in a compiled block only regions with a single product overlap communication and computation.
+Time. The gradient of the input must be reduced over the ranks. During this reduction, each rank computes the gradient
+of a weight. For this overlap, the products of a region form a chain. In backward, each product adds its term to the
+input's gradient and passes the sum to the product before it. The region's first product is therefore last in backward.
+It starts the reduction, computes the gradient of its own weight, and then waits for the reduction. Inductor cannot
+follow the chain, so in a compiled block only regions with a single product overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` saves memory and time in the same way
 (core/tensor_parallel/layers.py).
@@ -37,12 +37,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + b, [..., in] -> [..., out]. All styles multiply matrices with this function.
 
     Args:
-        x: this rank's activation, [..., in]. If `enter` has gathered the activation, it is not kept for backward.
-        weight: this rank's part of the weight, [out, in].
-        bias: this rank's part of the bias, [out]; None for no bias.
+        x: this rank's activation, [..., in]. If `enter` has gathered the activation, it is not saved for backward.
+        weight: this rank's shard of the weight, [out, in].
+        bias: this rank's shard of the bias, [out]; None for no bias.
     """
     region = getattr(x, "region", None)
-    # Autocast would cast both factors in forward, but the backward below would use the uncast factors.
+    # Autocast would cast x and the weight in forward, but the backward below would use them without the cast.
     if region is None or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
@@ -54,11 +54,11 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: this rank's part of the region's input, [B, S/tp, D] if `cut`; if not, the whole input, [B, S, D].
+        part: this rank's slice of the region's input, [B, S/tp, D] if `cut`; if not, the full input, [B, S, D].
         group: process group of the tp ranks.
-        cut: whether the input is cut along the sequence before the region.
+        cut: whether the input is sharded along the sequence before the region.
         has_one_product: whether only one product reads the input.
-        tickets: tickets of the products so far; empty if the input is not cut.
+        tickets: tickets of the products so far; empty if the input is not sharded.
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
@@ -77,8 +77,8 @@ class Region:
         """Compute x W^T + b for the region's input x, as the next product of the chain."""
         compiled = torch.compiler.is_compiling()
         if compiled and not self.has_one_product:
-            # Without the chain, autograd adds up the gradients of x, and the backward of `mappings.gather` sums the
-            # result over the ranks.
+            # Without the chain, autograd adds up the gradients of x, and the backward of `mappings.gather` reduces
+            # the result over the ranks.
             link, sums = x, False
         else:
             link, sums = self._link, self._is_first
@@ -155,16 +155,16 @@ class _Product(torch.autograd.Function):
 
     - x W^T + b;
     - a ticket: a tensor of zeros in the shape of x, which takes no memory. In a compiled block, the ticket's gradient
-      is x. The ticket is None if x is kept or the weight is frozen, because backward then does not gather x;
-    - the link for the next product: zeros like the ticket. The link's gradient is the later products' part of the
-      gradient of x.
+      is x. The ticket is None if x is saved or the weight is frozen, because backward then does not gather x;
+    - the link for the next product: zeros like the ticket. The link's gradient is the sum of the later products' terms
+      in the gradient of x.
 
     Args:
         link: input of the region, or the link from the previous product. Backward returns the gradient of x as the
             link's gradient.
         x: input of the region, detached.
-        cut: whether x was gathered and is therefore not kept.
-        sums: whether this is the first product of the chain, which sums the gradient of x over the ranks.
+        cut: whether x was gathered and is therefore not saved.
+        sums: whether this is the first product of the chain, which reduces the gradient of x over the ranks.
         region: region of the product; None in a compiled block.
     """
 
@@ -198,7 +198,7 @@ class _Product(torch.autograd.Function):
         rows = dout.flatten(0, -2)
         dx = None
         started = None
-        # The gradient of x comes first, so that its sum over the ranks runs while the weight's gradient is computed.
+        # The gradient of x comes first, so that its reduction runs while the weight's gradient is computed.
         if needs_x:
             dx = (rows @ weight).view(*dout.shape[:-1], weight.shape[1])
             if dx_of_later_products is not None:
@@ -236,7 +236,7 @@ class _Again(torch.autograd.Function):
         if ctx.region is not None:
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
-        # The compiler would see that forward has already gathered `part`, and would keep the result for backward. To
+        # The compiler would see that forward has already gathered `part`, and would save the result for backward. To
         # prevent this reuse, `where` selects between equal tensors, so that `part` depends on the gradient.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
         gathered = mappings.gathered(part, ctx.group)

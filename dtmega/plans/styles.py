@@ -1,20 +1,20 @@
-"""The styles of a plan. A style defines how one module is cut over tp, in dtmega's models and in transformers models.
+"""The styles of a plan. A style shards one kind of module over tp, in dtmega's models and in transformers models.
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
     EnterOnce          nn.Identity                gathers an input (e.g. an encoder's output) once for several modules
-    Column             nn.Linear                  cut by output features; the input is whole
+    Column             nn.Linear                  sharded by output features; the input is complete on every rank
     KVColumn           nn.Linear                  a Column for keys or values, even with fewer heads than ranks
-    Row                nn.Linear                  cut by input features; the ranks' products are summed
-    Norm               LayerNorm, RMSNorm         whole on every rank, applied to this rank's tokens (or heads)
-    Whole              any module                 whole on every rank; the module keeps its own forward
-    VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
-    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, applied to this rank's places
-    HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one column per head
-    VocabHead          a head with a loss         (vocabulary.py) cut by rows
-    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes the whole head
-    SequenceShard      a dropout site             selects the places of this rank's part of the sequence
-    ShardBuffer        a buffer                   cut along one dim, for instance by heads
+    Row                nn.Linear                  sharded by input features; the ranks' products are summed
+    Norm               LayerNorm, RMSNorm         replicated, applied to this rank's tokens (or heads)
+    Whole              any module                 replicated; the module keeps its own forward
+    VocabEmbedding     nn.Embedding               (vocabulary.py) sharded by rows
+    WholeEmbedding     nn.Embedding               (vocabulary.py) replicated, applied to this rank's positions
+    HeadColumns        nn.Embedding               (vocabulary.py) sharded by columns, one column per head
+    VocabHead          a head with a loss         (vocabulary.py) sharded by rows
+    Rejoin             an unsharded head          (vocabulary.py) gathers the input; every rank computes the whole head
+    SequenceShard      a dropout site             selects the positions of this rank's slice of the sequence
+    ShardBuffer        a buffer                   sharded along one dim, for instance by heads
 
 base.py has the base class of the styles, and products.py has the matrix product.
 """
@@ -42,13 +42,13 @@ from dtmega.plans.products import product
 class Enter(ParallelStyle):
     """A module whose input is gathered once, [B, S/tp, D] -> [B, S, D], for all linear layers inside the module.
 
-    The gathered input is not kept, but gathered again in backward (products.py). Without sequence parallelism, the
-    input is already whole, and only its gradient is summed. The input is the first positional argument or, without
-    positional arguments, the keyword argument `hidden_states`. The module keeps its own forward.
+    The gathered input is not saved, but gathered again in backward (products.py). Without sequence parallelism, every
+    rank already has the full input, and only its gradient is reduced. The input is the first positional argument or,
+    without positional arguments, the keyword argument `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: stack that contains the module, as in `Style`.
-        also: names of additional keyword arguments that hold hidden states, whole on every rank, such as an
+        also: names of additional keyword arguments with hidden states that every rank has in full, such as an
             encoder's output.
     """
 
@@ -90,9 +90,9 @@ class Enter(ParallelStyle):
 class EnterOnce(ParallelStyle):
     """An nn.Identity through which hidden states, such as an encoder's output, reach the Columns of several modules.
 
-    The hidden states are gathered once for all these modules, [B, S/tp, D] -> [B, S, D], and kept for backward. In
-    backward, the gradients from all modules are added up first, and then summed over tp once. Without sequence
-    parallelism, the hidden states are already whole.
+    The hidden states are gathered once for all these modules, [B, S/tp, D] -> [B, S, D], and saved for backward. In
+    backward, the gradients from all modules are added up first, and then reduced over tp once. Without sequence
+    parallelism, every rank already has the full hidden states.
     """
 
     cost = Enter.cost
@@ -113,16 +113,16 @@ class EnterOnce(ParallelStyle):
 
 
 class Column(Style):
-    """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
+    """nn.Linear sharded by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so cuts fall between heads.
+    A fused projection stays a single product: rows are ordered [head, (q, k, v), K], so each shard has whole heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
     inside = True
 
     def entering(self) -> Column:
-        """Make the module a separate region, whose input is [B, S/tp, D] if the sequence is cut."""
+        """Make the module a separate region, whose input is [B, S/tp, D] if the sequence is sharded."""
         self.enters, self.cost = True, Enter.cost
         return self
 
@@ -133,7 +133,7 @@ class Column(Style):
         return products.again(self.adapted(module, entered), entered)
 
     def adapted(self, module: Any, x: Tensor) -> Tensor:
-        """This rank's outputs for the whole input, including the result of the layer's adapter, if any."""
+        """Compute this rank's output features, including the result of the layer's adapter, if any."""
         out = self.multiply(module, x)
         if not adapters.has_adapter(module):
             return out
@@ -144,15 +144,15 @@ class Column(Style):
         return product(x, self.matrix(module), local_part(module.bias))
 
     def rows(self, parameter: Any) -> Any:
-        """The rows of a parameter [out, ...] for this rank's outputs."""
+        """The rows of a parameter [out, ...] for this rank's output features."""
         return local_part(parameter)
 
 
 class KVColumn(Column):
-    """nn.Linear that computes keys or values: cut like a Column, or whole on every rank if there are too few heads.
+    """nn.Linear that computes keys or values: sharded like a Column, or replicated if there are too few heads.
 
     If there are fewer heads than ranks, each rank has the whole weight and computes only the head that its query heads
-    need, so each head is computed by tp / kv_heads ranks. The weight's gradient is the sum of all ranks' parts.
+    need, so each head is computed by tp / kv_heads ranks. The weight's gradient is then partial, {U_tp}.
     """
 
     of_heads = True
@@ -180,7 +180,7 @@ class KVColumn(Column):
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
-    """Raise an error if the key/value heads can be neither cut nor copied evenly.
+    """Raise an error if the key/value heads can be neither sharded nor replicated evenly.
 
     Args:
         kv_heads: number of key/value heads.
@@ -199,7 +199,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
 
 
 class Row(Style):
-    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
+    """nn.Linear sharded by input features: [B, S, F/tp] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
 
     The ranks' products are summed. The bias is added once, to the sum.
     """
@@ -216,7 +216,7 @@ class Row(Style):
 
 
 class Whole(Style):
-    """A module that keeps its own forward and has all of its parameters on every rank.
+    """A module that keeps its own forward and whose parameters are replicated over tp.
 
     Args:
         stack: stack that contains the module, as in `Style`.
@@ -282,13 +282,13 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence. The site gets only the places of that part.
+    """A dropout site whose input is this rank's slice of the sequence. The site gets the positions of that slice only.
 
-    Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
-    is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
+    Dropout masks are keyed by position, so each rank draws its slice of the mask that a single device would draw. The
+    style is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]); `places` are the positions.
 
     Args:
-        cut: whether the sequence is cut. If False, the site gets all places, and the style does nothing.
+        cut: whether the sequence is sharded. If False, the site gets all positions, and the style does nothing.
     """
 
     def __init__(self, cut: bool = True) -> None:
@@ -312,7 +312,7 @@ class SequenceShard(ParallelStyle):
 
 @dataclass(frozen=True)
 class ShardBuffer:
-    """A buffer with `size` entries along `dim`, which `shard_buffers` cuts along that dim.
+    """A buffer with `size` entries along `dim`, which `shard_buffers` shards along that dim.
 
     The pattern in the plan names the buffer instead of a module.
     """

@@ -1,4 +1,4 @@
-"""T5 over the tp axis: how each module of `models/t5.py` is cut."""
+"""T5 over the tp axis: how each module of `models/t5.py` is sharded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 
 
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
-    """The plan for a T5 model. The layers of both stacks are cut as in Megatron.
+    """The plan for a T5 model. The layers of encoder and decoder are sharded as in Megatron.
 
     The encoder's output is gathered once for all decoder layers of a stage. The output therefore needs only one
     all-gather and one reduce-scatter of [B, S, D] per microbatch, whereas Megatron needs both in every layer. The
-    relative-position embeddings are cut by heads.
+    relative-position embeddings are sharded by heads.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     attention = {
@@ -33,7 +33,7 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
     # Attention dropout is keyed by global head index, and dropout in the feed-forward by global channel index.
-    # Other dropout sites get only this rank's part of the sequence.
+    # Other dropout sites get only this rank's slice of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
     for stack in ("encoder", "decoder"):
         sites += [f"{stack}.*.attn_dropout", f"{stack}.*.mlp_dropout"]

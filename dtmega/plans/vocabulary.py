@@ -1,6 +1,6 @@
-"""Styles for both ends of a model: embeddings, a head cut over the vocabulary, and heads that are not cut.
+"""Styles for both ends of a model: embeddings, a head sharded over the vocabulary, and heads that are not sharded.
 
-The V rows of a vocabulary are cut as in DTensor: ceil(V / tp) rows on each rank, but perhaps fewer on the last rank.
+The V rows of a vocabulary are sharded as in DTensor: ceil(V / tp) rows on each rank, perhaps fewer on the last rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtmega.plans.products import product
 
 
 class VocabStyle(Style):
-    """The base class of styles that cut a weight [V, D], and perhaps a bias [V], by rows."""
+    """The base class of styles that shard a weight [V, D], and perhaps a bias [V], by rows."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -36,12 +36,12 @@ class VocabStyle(Style):
             )
 
     def first_row(self, weight: DTensor) -> int:
-        """The index of this rank's first row in the whole weight."""
+        """The index of this rank's first row in the unsharded weight."""
         return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 class VocabEmbedding(VocabStyle):
-    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
+    """nn.Embedding sharded by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D] without sequence parallelism.
 
     Each rank looks up the tokens whose rows it holds, and contributes zeros for all other tokens to the sum over the
     ranks. Each rank therefore gets the gradient of its own rows. A subclass of nn.Embedding that changes rows, for
@@ -49,7 +49,7 @@ class VocabEmbedding(VocabStyle):
     with an IndexError on a CPU, and with a device assert on CUDA.
 
     Raises:
-        ValueError: `forward` must cut the sequence, but tp does not divide the sequence's length.
+        ValueError: `forward` must shard the sequence, but tp does not divide the sequence's length.
     """
 
     cost = ("all-reduce", "reduce-scatter, backward all-gather")
@@ -76,7 +76,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """Compute the output for x, which indexes this rank's rows: [start, start + n_rows) of the whole weight."""
+        """Look up x, which indexes this rank's rows. These are rows [start, start + n_rows) of the unsharded weight."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
             # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set `padding_idx`.
@@ -89,9 +89,9 @@ class VocabEmbedding(VocabStyle):
 
 
 class WholeEmbedding(Style):
-    """nn.Embedding with few rows (positions, token types), whole on every rank.
+    """nn.Embedding with few rows (positions, token types), replicated on every rank.
 
-    The output for indices [B, S] is this rank's part of the sequence, [B, S/tp, D], or [B, S, D] without sequence
+    The output for indices [B, S] is this rank's slice of the sequence, [B, S/tp, D], or [B, S, D] without sequence
     parallelism.
     """
 
@@ -107,7 +107,7 @@ class WholeEmbedding(Style):
 
 
 class HeadColumns(Style):
-    """nn.Embedding [buckets, H] for T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
+    """nn.Embedding [buckets, H] for T5's relative positions, sharded by heads: bucket numbers [N] -> [N, H/tp]."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
 
@@ -119,16 +119,16 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """A module that is not cut: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and computes the whole module.
+    """An unsharded module: every rank gathers the input, [B, S/tp, D] -> [B, S, D], and computes the whole module.
 
-    The gradient of the gathered input is complete on every rank. In backward, each rank therefore takes its part of
-    that gradient, and nothing is summed. Without sequence parallelism, the style does nothing. Inner modules get the
-    whole sequence, and either have whole parameters (`Whole(False)`) or are separate regions (`VocabHead(False)`).
+    The gradient of the gathered input is complete on every rank. In backward, each rank therefore takes its slice of
+    that gradient, and nothing is reduced. Without sequence parallelism, the style does nothing. Inner modules get the
+    whole sequence. Each either has replicated parameters (`Whole(False)`) or is a separate region (`VocabHead(False)`).
 
     Args:
         stack: stack that contains the module, as in `Style`.
-        first_only: whether the module reads only x[:, 0]. If True, only the first place of each rank is gathered,
-            [B, tp, D].
+        first_only: whether the module reads only x[:, 0]. If True, only the first position of each rank's slice is
+            gathered, [B, tp, D].
     """
 
     def __init__(self, stack: Stack | bool = True, first_only: bool = False) -> None:
@@ -149,12 +149,12 @@ class Rejoin(ParallelStyle):
 
 
 class VocabHead(VocabStyle):
-    """A head like `models.layers.LMHead`, cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
+    """A head like `models.layers.LMHead`, sharded by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
     The module has `vocab_size` (V without padding rows) and `loss_terms()` (keyword arguments for
     `linear_cross_entropy`), and may have a bias. The ranks exchange a few numbers per token, and then each rank
-    computes the whole loss from its own columns. If the sequence is not cut before the head, the input may also be a
-    selection of tokens, [N, D], that is whole on every rank.
+    computes the whole loss from its own columns. If the sequence is not sharded before the head, the input may also be
+    a selection of tokens, [N, D], which is the same on every rank.
     """
 
     def check_class(self, module: nn.Module) -> None:
@@ -182,7 +182,7 @@ class VocabHead(VocabStyle):
     def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
         """Gather the columns [B, S, V_local] of all ranks into the logits [B, S, V], without padding columns.
 
-        The function passes the shape and stride of the whole tensor to `from_local`, because the last rank may have
+        The function passes the shape and stride of the full tensor to `from_local`, because the last rank may have
         fewer columns than the other ranks.
         """
         n_columns = module.weight.shape[0]

@@ -1,4 +1,7 @@
-"""Tables that compare several runs, or the parts of one run. Differences come first; equal values are folded away."""
+"""Tables that compare several runs, or the configurations of one run before and after a restart.
+
+Differences come first; equal values are folded away.
+"""
 
 from __future__ import annotations
 

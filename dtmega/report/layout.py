@@ -1,4 +1,4 @@
-"""Draw the layout of one part of a run: the position of each rank in the mesh, and the pipeline's schedule."""
+"""Draw the layout of a run between two starts: the position of each rank in the mesh, and the pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
 def mesh_svg(sizes: dict[str, int]) -> str:
     """An SVG drawing of the ranks in a mesh.
 
-    Each box holds the tp and cp ranks that work on the same samples. The boxes of a pipeline rank form a row, and the
-    boxes of a data rank form a column. Wider gaps separate the replicas of dp_replicate.
+    Each box contains the tp and cp ranks that work on the same samples. Each row of boxes is one pipeline rank, and
+    each column is one data rank. Wider gaps separate the replicas of dp_replicate.
 
     Args:
         sizes: size of each axis of the mesh.

@@ -160,7 +160,7 @@ def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section that shows the layout of each part of each run."""
+    """The section that shows each run's layout after each of its starts."""
     out = ["<section><h2>Layout</h2>"]
     for number, run in enumerate(runs):
         for part in run.parts:
@@ -170,7 +170,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layout(part: Part) -> list[str]:
-    """The HTML of one part's layout: a description and, if several processes ran, drawings.
+    """The HTML of the layout of one part of a run: a description and, if several processes ran, drawings.
 
     Drawings that would be too large are left out.
     """
@@ -199,7 +199,7 @@ def _layout(part: Part) -> list[str]:
 
 
 def _changes(runs: Sequence[Run]) -> list[str]:
-    """The section about configuration keys that differ between parts of a run; [] if every run has only one part."""
+    """The section about configuration keys that changed when a run was restarted; [] if no run was restarted."""
     out = []
     for run in runs:
         if len(run.parts) > 1:

@@ -67,7 +67,7 @@ class Run(NamedTuple):
         record: content of metrics.jsonl, plus the series of the scores.
         config: configuration of the newest start.
         starts: starts of the run, oldest first, beginning with the most recent start at step 0.
-        parts: parts of the run in the order of their steps; at least one part.
+        parts: the run's steps, divided where a new attempt resumed the run; at least one part.
         end: last planned step; 0 if this step is not known.
         ended: exit record of the newest attempt, even if it was refused; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is no sample.
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """The layout of the newest part of the run, in words."""
+        """The layout since the newest start, in words."""
         start = self.parts[-1].start
         if start is None:
             return "layout not recorded"
@@ -224,7 +224,7 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part except the last ends at the step from which the next start resumed the run.
+    """Divide a run at its restarts. Each part except the last ends at the step from which the next start resumed.
 
     The last part ends at `last_step`. If no start is recorded, the result is one part whose start is None.
     """
@@ -325,7 +325,7 @@ def kept_checkpoint(run: Run, step: int) -> str:
 
 def loss_in_words(run: Run, loss: float) -> str:
     """A loss with its perplexity: 4.23 (ppl 68.72). The weighted sum of several losses has no perplexity."""
-    # If the loss is a sum, the record also contains the parts of the loss, under keys like val_mlm.
+    # If the loss is a sum, the record also contains the terms of the sum, under keys like val_mlm.
     is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
     return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 

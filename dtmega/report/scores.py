@@ -35,8 +35,7 @@ class Score(NamedTuple):
         metric: name of the metric, followed in brackets by the name of the answer filter, if any.
         value: value of the score.
         error: standard error of the score; None if unknown.
-        about: conditions of the evaluation in words (number of examples before each question, number of questions,
-            date).
+        about: conditions of the evaluation in words (number of few-shot examples, number of questions, date).
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Choose [fsdp] accumulate: whether a rank keeps whole or sharded gradients between the microbatches of a step."""
+"""Choose [fsdp] accumulate: whether a rank keeps unsharded or sharded gradients between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dtmega import config, families
 from dtmega.pipelining.split import plan_stages
 
 Accumulation = Literal["whole", "sharded"]
-SHARE = 10  # "auto" adds up whole gradients if they take at most 1 / SHARE of a device's memory
+SHARE = 10  # "auto" keeps unsharded gradients if they take at most 1 / SHARE of a device's memory
 
 
 def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> Accumulation:
-    """Choose how each rank accumulates gradients between microbatches: as whole gradients or as shards.
+    """Choose how each rank accumulates gradients between microbatches: "whole" (unsharded) or "sharded".
 
-    *The rule for 'auto':* accumulate shards if the whole gradients of the fullest rank (`whole_gradient_bytes`) take
-    more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate whole gradients. Shards need
-    one reduce-scatter of all gradients per microbatch instead of one per step, so they are worth this cost only if they
-    save much memory. The rule ignores the number of microbatches: with one microbatch, both choices cost the same.
+    *The rule for 'auto':* accumulate shards if the unsharded gradients of the fullest rank (`whole_gradient_bytes`)
+    take more than a tenth of a device's memory. On CPUs, and if nothing is sharded, accumulate unsharded gradients.
+    Shards need one reduce-scatter of all gradients per microbatch instead of one per step, so they are worth this cost
+    only if they save much memory. The rule ignores the number of microbatches: with one microbatch, both choices cost
+    the same.
 
     All ranks make the same choice if they pass equal arguments.
 
@@ -43,15 +44,15 @@ def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
     """The bytes of unsharded gradients in the [precision] reduce dtype, on the pipeline rank with the most gradients.
 
     Frozen parameters have no gradient. Copies of a tied parameter on several stages count once per stage. With ep, a
-    rank has 1 / ep of each expert module. Some vectors stay whole on every tp rank, but this estimate divides all
-    parameters by tp.
+    rank has 1 / ep of each expert module. Some vectors are replicated over tp, but this estimate divides all parameters
+    by tp.
     """
     with torch.device("meta"):
         whole = families.build(cfg)
     of_experts = {parameter for module in whole.experts() for parameter in module.parameters()}
 
     def n_trained(parameters: Iterable[nn.Parameter]) -> int:
-        """Count the elements that a rank trains, before tp. A parameter that occurs several times counts once."""
+        """Count the elements that a rank trains, before division by tp. A parameter that appears twice counts once."""
         trained = {parameter for parameter in parameters if parameter.requires_grad}
         n_divided = sum(parameter.numel() for parameter in trained & of_experts)
         n_whole = sum(parameter.numel() for parameter in trained - of_experts)

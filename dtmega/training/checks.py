@@ -105,7 +105,7 @@ def check_pipeline(
         cfg: configuration of the run.
         sizes: resolved size of each mesh axis.
         device: device on which the rank computes.
-        pieces: pieces of the whole model; not used without a pipeline.
+        pieces: embedding, layers and head of the whole model; not used without a pipeline.
 
     Raises:
         ValueError: the pipeline cannot run with this configuration (`check`).

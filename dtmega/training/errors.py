@@ -21,7 +21,7 @@ def exit_code(run: Run, error: Exception) -> int | None:
     if isinstance(error, DataLost):
         return _end_without_data(run, error)
     # A RuntimeError may come from a collective after other ranks have exited. If a signal came first, the other ranks
-    # exited at the end of their grace time, and the watch would soon end this rank too.
+    # exited at the end of their grace time, and the watchdog would soon end this rank too.
     of_collective = isinstance(error, RuntimeError)
     if of_collective and run.watch.signals:
         return run.watch.report_stuck(f"before this: {error}")

@@ -46,7 +46,7 @@ class Metrics:
 
     Args:
         config: configuration of the run.
-        pieces: pieces of the whole model, used to compute the FLOPs per token.
+        pieces: embedding, layers and head of the whole model, from which the FLOPs per token are computed.
         device: device on which this process computes. MFU assumes that all processes have the same kind of device.
         world_size: number of processes.
         end: configured end of the run (`config.end`).
@@ -304,7 +304,7 @@ class Metrics:
             self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
 
     def abandon(self) -> None:
-        """Close the trackers within ABANDON_S, before the watch ends this process. Any thread may call this method."""
+        """Close the trackers within ABANDON_S, before the watchdog ends this process. Any thread may call it."""
         if self.write and self._trackers:
             self._trackers.close(False, ABANDON_S)
 
@@ -358,7 +358,7 @@ def describe_run(
 
     Args:
         config: configuration of the run.
-        pieces: pieces of the whole model.
+        pieces: embedding, layers and head of the whole model.
         device: device on which this process computes.
         world_size: number of processes.
         n_tokens: number of tokens in the training split.

@@ -1,12 +1,12 @@
-"""Turn a whole model into the part that one rank holds. `parallelize` and `_shard` take these steps in THIS order:
+"""Turn the whole model into one rank's shard of it. `parallelize` and `_shard` take these steps in THIS order:
 
     build      the whole model on the meta device, which costs no memory
     split      keep only this rank's pipeline stages (pp)
     plan       shard matrices over tp and experts over ep, and insert the collectives into the modules
     recompute  wrap blocks so that the backward pass recomputes them, including tp's collectives
     compile    compile each block together with its recomputation
-    fsdp       shard each tp rank's part over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
-    memory     allocate only this rank's part; the parameter values are loaded or drawn later
+    fsdp       shard each tp rank's parameters over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
+    memory     allocate only this rank's shard; the parameter values are loaded or drawn later
 
 Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
 anything starts, `checks.py` refuses combinations that cannot work.
@@ -68,19 +68,19 @@ class ShardedModel:
 
     Attributes:
         stages: stage index -> model of the stage; {0: the whole model} without a pipeline.
-        partial: stage index -> names of the parameters whose gradients must be summed over tp.
+        partial: stage index -> names of the parameters whose gradients must be all-reduced over tp.
         reshard: whether FSDP frees a block's gathered weights after the block's forward and after each backward.
         objective: objective for which the model is trained.
-        sharded: whether gradients accumulate as shards, which are summed over the data ranks after each microbatch.
+        sharded: whether each microbatch's gradients are reduce-scattered, so that only shards of them accumulate.
         pipeline: schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
-        replicas: objects that sum gradients over dp_replicate, one per stage; [] if FSDP sums these gradients, or if
-            dp_replicate is 1.
-        context: cp ranks, among which each sequence is divided; None if cp is 1.
-        exact: integer sums of gradients ([run] exact); None if gradients are summed in floating point.
+        replicas: objects that all-reduce gradients over dp_replicate, one per stage; [] if dp_replicate is 1, or if
+            FSDP or `exact` reduces these gradients.
+        context: cp ranks, over which each sequence is sharded; None if cp is 1.
+        exact: gradients, added up as fixed-point integers ([run] exact); None if they are reduced in floating point.
         matrices: weights that Muon trains; None if the optimizer is not Muon.
         loads: loads of the model's experts.
-        on_reduce: function called after backward, before the remaining gradients are summed over ranks.
+        on_reduce: function called after backward, before the remaining gradients are reduced over ranks.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedModel:
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters.
 
-        A value depends only on the seed, the parameter's name, and the value's place in the whole tensor.
+        A value depends only on the seed, the parameter's name, and the value's index in the unsharded parameter.
         """
         for stage in self.stages.values():
             init_weights(stage, seed)
@@ -119,7 +119,7 @@ class ShardedModel:
         `checkpoint/starting.py` describes these weights.
 
         Returns:
-            The description of the run's base weights; None if the run's checkpoints hold all weights.
+            A description of the weights that the run's checkpoints leave out; None if they hold all weights.
         """
         stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
         counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
@@ -141,7 +141,7 @@ class ShardedModel:
         """Compute the gradients of one step. The loss is a weighted sum of the objective's means over the batch.
 
         Each mean is a sum over the global batch, divided by a count over the global batch. Every rank, microbatch and
-        stage divides its part of the sum by this global count, so the layout does not change the loss.
+        stage divides its contribution to the sum by this global count, so the layout does not change the loss.
 
         Args:
             microbatches: microbatches that the ranks of this rank's `model` group compute together.
@@ -149,8 +149,8 @@ class ShardedModel:
             scale: loss scale for float16, which multiplies all gradients; None in other precisions.
 
         Returns:
-            This rank's part of each sum, fp64 [sums] in the objective's order. Adding up the parts of all ranks in the
-            `loss` group gives the whole sums.
+            This rank's contribution to each sum, fp64 [sums] in the objective's order. The contributions of all ranks
+            in the `loss` group add up to the sums over the global batch.
         """
         factor = 1.0 if scale is None else scale
         tally = Tally(self.objective.sums, self.world.device, counts, factor, exact=self.exact is not None)
@@ -175,21 +175,21 @@ class ShardedModel:
         return tally.totals
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over the ranks, except for the sums that FSDP has already computed in the last backward."""
-        # Fill in zeros first, because the sums below expect a gradient for every trained parameter on every rank.
+        """All-reduce gradients over dp_replicate, tp and tied stages, except what FSDP reduced in the last backward."""
+        # Fill in zeros first, because the code below expects a gradient for every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
             replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
-        # Sum tied gradients last. After the sums over dp and tp, a copy's gradient lacks only the contributions of the
-        # other stages that use the parameter.
+        # Sum tied gradients last. After the reductions over dp and tp, a copy's gradient lacks only the contributions
+        # of the other stages that use the parameter.
         for tied in self.tied:
             tied.sum_gradients()
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
-        """Inside the `with` block, divide each sequence over the cp ranks.
+        """Inside the `with` block, shard each sequence over the cp ranks.
 
         Outside the block, for example when the trained model generates samples, every rank computes whole sequences.
         """
@@ -210,7 +210,7 @@ class ShardedModel:
         """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
         (model,) = self.stages.values()
         for i, microbatch in enumerate(microbatches):
-            # Unless gradients accumulate as shards, the data ranks exchange gradients once per step, in the last
+            # Unless gradients accumulate as shards, the data ranks reduce gradients once per step, in the last
             # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sums_here = last and self.exact is None
@@ -231,7 +231,7 @@ class ShardedModel:
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask), one per local box of a parameter. The mask marks elements that affect no output."""
+        """Pairs (parameter, mask of this rank's shard). The mask marks elements that affect no output of the model."""
         masked = []
         for stage in self.stages.values():
             for name, mask in stage.unseen().items():
@@ -257,7 +257,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Compute this rank's part of the objective's sums, as `forward_backward` does, but without dropout."""
+        """Compute this rank's contribution to each sum, like `forward_backward`, but without gradients and dropout."""
         for model in self.stages.values():
             model.eval()
         tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
@@ -275,7 +275,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def settle_counts(self, skipped: bool) -> None:
-        """Sum a step's counts, such as the loads of experts, over all ranks, and pass the sums to the model.
+        """All-reduce a step's counts, such as the loads of experts, and pass the totals to the model.
 
         Args:
             skipped: whether the step was skipped, so that no weight has changed.
@@ -305,11 +305,11 @@ class ShardedModel:
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """The local parts of parameters. The ranks of a `shards` group together return each element exactly once."""
+        """Local shards of parameters. The ranks of a `shards` group together return each element exactly once."""
         return [local(p.detach()) for p in self.counted_once().values()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
-        """The local parts of the parameters' gradients.
+        """Local shards of the parameters' gradients.
 
         Args:
             every: whether to return all gradients that this rank holds, as clipping requires. If False, only the
@@ -371,7 +371,7 @@ def _do_nothing() -> None:
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """Build this rank's part of the configured model. The parameter values are loaded or drawn later."""
+    """Build this rank's shard of the configured model. The parameter values are loaded or drawn later."""
     with torch.device("meta"):
         whole = families.build(cfg)
     if cfg.lora.rank and not host.must_skip("that every adapter learns is verified at the start of a run, not here"):
@@ -398,7 +398,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         by_heads = families.of(cfg.model).attends_by_heads(cfg, world.sizes)
         recomputes = cfg.recompute.mode != "none"
         model.context = ContextParallel(world.groups["cp"], by_heads, keeps_gathered=recomputes)
-    # Make the replicas after `_shard`, which replaces parameters, because `Replicas` hooks into the final parameters.
+    # Create `Replicas` after `_shard` has replaced parameters, because `Replicas` puts hooks on the final parameters.
     if world.sizes["dp_replicate"] > 1 and not cfg.run.exact and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -415,10 +415,10 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
-    """Verify that every adapter learns. The check uses a small clone, sharded over tp like the model.
+    """Verify that every adapter learns. The check uses a small copy of the model, sharded over tp like the model.
 
     Raises:
-        ValueError: an adapter of the clone does not learn.
+        ValueError: an adapter of the copy does not learn.
     """
     family, tp = families.of(cfg.model), world.tp.size()
     lora = cfg.lora.model_copy(update={"targets": lora_proof.everywhere(targets(whole, cfg.lora.targets))})
@@ -440,7 +440,7 @@ def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
-    """Copy the meta model once per stage index, and keep in each copy only the pieces of its stage."""
+    """Copy the meta model once per stage index, and keep in each copy only the modules of its stage."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
@@ -473,7 +473,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     """Apply five steps to one stage on the meta device: plan, recompute, compile, fsdp and memory.
 
     Returns:
-        Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
+        Names of the parameters whose gradients must be all-reduced over tp (`ShardedModel.partial`).
     """
     # Step 1, plan. If tp > 1, parameters are DTensors on the tp mesh from here on.
     family = families.of(cfg.model)
@@ -485,9 +485,9 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             divide(module, world.experts.held)
 
     # Step 2, recompute. By default, tp frees the gathered input of a matrix product after forward, and gathers the
-    # input again in backward. tp keeps the gathered input in two cases. In recomputed blocks, the recomputation has
+    # input again in backward. tp saves the gathered input in two cases. In recomputed blocks, the recomputation has
     # just gathered the input when backward needs it. A backward that is split in two requires torch's own matrix
-    # product, which keeps its input.
+    # product, which saves its input.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -501,7 +501,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if multiplies_on_amx(cfg, world):
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
-        # If a policy selects the tensors that a checkpointed region keeps, torch warns that in-place operations in
+        # If a policy selects the tensors that a checkpointed region saves, torch warns that in-place operations in
         # the region might give wrong results. A compiled block has no in-place operations left.
         log = logging.getLogger("torch._higher_order_ops.wrap")
         log.addFilter(lambda record: "context_fn" not in str(record.msg))
@@ -517,7 +517,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
 
-    # Step 5, memory. Allocate the tensors only now, when each tensor has been reduced to this rank's part.
+    # Step 5, memory. Allocate the tensors only now, when each tensor has the size of this rank's shard.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
@@ -555,8 +555,8 @@ def compiling(cfg: config.Config, device: torch.device) -> bool:
 def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
     """Choose a microbatch size for this layout if the configuration leaves it open ([batch] micro_batch_size = 0).
 
-    The chosen size is the largest size up to LARGEST_FITTED that divides every rank's share of every step and gives a
-    pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
+    The chosen size is the largest size up to LARGEST_FITTED that divides a rank's share of every global batch and gives
+    a pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
     `check` and the loader report the reason.
     """
     if cfg.batch.micro_batch_size:

@@ -5,8 +5,9 @@
     phases.enter("optimizer")
     times = phases.end_step()          # later phases belong to no step: evaluation, checkpoint, ...
 
-Every phase is reported to the watch, which can then name the phase in which a rank hangs. While a profile is recorded,
-each phase is a named range in the trace, within the range of its step, and the phase's peak memory is recorded.
+Every phase is reported to the watchdog, which can then name the phase in which a rank hangs. While a profile is
+recorded, each phase is a named range in the trace, within the range of its step, and the phase's peak memory is
+recorded.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepTimes(NamedTuple):
 
 
 class Phases:
-    """Timer of a run's phases on this rank, which also reports each phase to the watch and the profiler.
+    """Timer of a run's phases on this rank, which also reports each phase to the watchdog and the profiler.
 
     On a CPU, a phase ends when its last operation returns. A GPU runs an operation after the host has queued it, so
     on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host waits
@@ -91,7 +92,7 @@ class Phases:
         self._end_phase()
         self._step_range.__exit__(None, None, None)
         if self._profiler.due(step):
-            # Writing a trace can take a long time. This beat lets the watch report that this rank is writing a profile.
+            # Writing a trace can take long. This heartbeat tells the watchdog that this rank is writing a profile.
             self._watch.beat(step, "profile")
             self._profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")

@@ -35,7 +35,7 @@ REQUEST = "profile-now"
 MAX_REQUESTED = 100  # maximum number of steps that a request may ask for
 N_OPERATORS = 20  # number of operators in a summary
 N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU keeps
-COPIED_BYTES = 2**20  # size of the pieces in which a trace is compressed
+COPIED_BYTES = 2**20  # size of the chunks in which a trace is compressed
 
 
 def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:

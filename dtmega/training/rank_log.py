@@ -7,7 +7,7 @@
     2026-11-24T08:15:30.123Z start: rank 12 of 16, pp 1 of 2, dp_shard 4 of 8, on cuda:4, process 4711 on node7
     2026-11-24T08:15:48.005Z step 10 | loss 4.2
 
-Each line begins with its time (UTC). Ranks, and their places along the mesh axes, are counted from 0. A resumed run
+Each line begins with its time (UTC). Ranks, and their coordinates in the mesh, are counted from 0. A resumed run
 appends to the file.
 """
 

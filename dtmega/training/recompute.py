@@ -1,6 +1,6 @@
-"""Recomputation (activation checkpointing): recompute activations in the backward pass instead of keeping them.
+"""Recomputation (activation checkpointing): recompute activations in the backward pass instead of saving them.
 
-Recomputation is full or selective. Selective recomputation (Korthikanti et al., arXiv:2205.05198) keeps the results of
+Recomputation is full or selective. Selective recomputation (Korthikanti et al., arXiv:2205.05198) saves the results of
 matrix products and attention.
 """
 
@@ -21,7 +21,7 @@ from dtmega.models.model import Model
 from dtmega.ops.attention_over_ranks import KERNELS
 from dtmega.ops.cpu.linear import BIASED_PRODUCT
 
-# Selective recomputation keeps the results of these operations: matrix products and attention.
+# Selective recomputation saves the results of these operations: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -36,7 +36,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     """Make the backward pass recompute blocks. In selective mode, EXPENSIVE operations are not recomputed.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
-    stage. `uniform` recomputes all blocks, in units of `layers` blocks, and keeps only the input of each unit.
+    stage. `uniform` recomputes all blocks, in groups of `layers` blocks, and saves only the input of each group.
 
     Only forward methods are replaced, so parameters keep their names. Dropout needs no saved generator state, because
     dropout masks are hashes of seed, name and index (`ops/keyed.py`).

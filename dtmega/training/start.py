@@ -50,7 +50,7 @@ class Settings(NamedTuple):
         cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
         device: device of this rank.
         sizes: size of each axis of the mesh, keyed by name.
-        pieces: pieces of the model, with their parameter counts and FLOPs.
+        pieces: embedding, layers and head of the model, with their parameter counts and FLOPs.
         elements: numbers of trained and frozen elements in the model's parameters.
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, passed to all ranks; None on CPUs.
@@ -90,7 +90,7 @@ def read_configuration(
 
     Args:
         argv: arguments of the command line.
-        startup: object through which the ranks meet at the end of each startup step.
+        startup: coordinator that lets the ranks wait for each other at the end of each startup step.
         elsewhere: number of processes, device and device memory (`mesh.memory_bytes`) of the job that a dry run
             examines; None for this job.
     """
@@ -113,7 +113,7 @@ def read_configuration(
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
         if cfg.run.exact:
             step.must_match |= {"the kind of processor": exact.kind_of_processor(device)}
-        # All ranks use rank 0's memory size: devices may differ, but all ranks must sum gradients at the same time.
+        # All ranks use rank 0's memory size: devices may differ, but all must choose the same [fsdp] accumulate.
         step.send = device_bytes
     memory_bytes = step.received
     cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
@@ -156,7 +156,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, Tra
 def claim_run_directory(
     settings: Settings, text: Text, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> found.CandidatePaths:
-    """Claim the run's folders on rank 0, and send all ranks the paths of checkpoints to resume from."""
+    """Claim (lock) the run's folders on rank 0, and send all ranks the paths of checkpoints to resume from."""
     cfg = settings.cfg
     with startup.step("run directory") as step:
         if startup.rank == 0:
@@ -211,7 +211,7 @@ def join_processes(settings: Settings, startup: Startup) -> World:
 
 
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """Build this rank's part of the model, and the optimizer for this part. Parameters have no values yet."""
+    """Build this rank's shard of the model, and the optimizer of this shard. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         exact.prepare(cfg)
         model = parallelize(cfg, world)
@@ -302,7 +302,7 @@ def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Prog
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """Create this rank's phase timer, which also reports each phase to the watch and the profiler."""
+    """Create this rank's phase timer, which also reports each phase to the watchdog and the profiler."""
     cfg = settings.cfg
     profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
     return Phases(watch, profiler, world.device, at.step)

@@ -42,14 +42,14 @@ class Run(NamedTuple):
         cfg: copy of `saved_cfg` with all open values filled in for this layout and machine.
         world: processes, mesh and process groups.
         text: data of the run (splits, samples and tokenizer).
-        model: this rank's part of the model.
+        model: this rank's shard of the model.
         optimizer: optimizer of `model`.
-        batches: this rank's part of the training batches, starting at the run's current position.
+        batches: this rank's share of the training batches, beginning with the next step's batch.
         spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
         metrics: reporter that prints each step's metrics and writes them to files.
         watch: watchdog that receives signals and ends a run that hangs.
-        phases: phase timer, which also reports each phase to the watch and the profiler.
+        phases: phase timer, which also reports each phase to the watchdog and the profiler.
         health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
         digests: writer of each step's digests, which writes nothing without [run] exact.
@@ -121,8 +121,8 @@ class StepResult(NamedTuple):
         means: name of an objective sum -> mean over the global batch.
         loss_scale: loss scale of the step's float16 gradients; None in other precisions.
         overflowed: whether the step was skipped because a float16 gradient is not finite.
-        beyond_grid: names of the tensors whose gradients exceeded the grid of [run] exact. If there are any, the step
-            was skipped.
+        beyond_grid: names of the parameters whose gradients were too large for the fixed-point numbers of [run] exact.
+            If there are any, the step was skipped.
         digests: digests of the step's gradients and weights; None without [run] exact.
     """
 
@@ -186,13 +186,13 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
 
 
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
-    """Add up the totals over the `loss` group and the squared norms over the `shards` group.
+    """Add up the objective's sums over the `loss` group and the squared norms over the `shards` group.
 
     Each rank sends its totals and its norm in one message, so the host waits for the device only once. Every rank adds
     the same numbers in rank order, so the results are bit-identical on all ranks.
 
     Args:
-        totals: this rank's part of the sums, fp64 [sums].
+        totals: this rank's contribution to each sum, fp64 [sums].
         squared_norm: squared norm of the gradients that this rank counts, fp64 scalar.
 
     Returns:
@@ -208,7 +208,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The divisor of each objective sum, keyed by name and counted over the global batch. A count may be 0."""
+    """Count the divisors of the objective's sums (tokens, sequences) over the global batch. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():

@@ -26,8 +26,8 @@ class RankTimes(NamedTuple):
     Attributes:
         actions: seconds of each action of the schedule, including waits for the rank's own collectives.
         before_s: time before the first action, plus the first action's waits for collectives that need no other stage.
-        until_joined_s: time from the last action to the end of the last collective that joins pipeline ranks; 0 without
-            such a collective.
+        until_joined_s: time from the last action to the end of the last collective over several pipeline ranks; 0
+            without such a collective.
         after_s: remaining time until the end of the step.
         sends: sizes in bytes of the messages that the rank sends to other pipeline ranks.
         streams: simulated streams of the rank.
@@ -44,7 +44,7 @@ class RankTimes(NamedTuple):
 def groups_of(sizes: Mapping[str, int], rank: int, ep: int = 1) -> pricing.Groups:
     """Make a function that returns the ranks in a process group, given the group's name (`mesh.World.groups`).
 
-    The function also accepts "world" and names such as "pp 0+2" for groups of only some pipeline places.
+    The function also accepts "world", and names such as "pp 0+2" for the group of pipeline ranks 0 and 2.
 
     Args:
         sizes: size of each axis of the mesh.
@@ -143,7 +143,7 @@ def _advances(works: Sequence[Work], spans: Sequence[Span], begun_s: float) -> d
 
 
 def _joins_places(message: Message) -> bool:
-    """True for a collective whose ranks are at several pipeline places."""
+    """True for a collective over several pipeline ranks."""
     if message.collective in POINT_TO_POINT:
         return False
     return message.axis in JOINED or message.axis.startswith("pp")

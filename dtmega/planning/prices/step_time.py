@@ -6,8 +6,7 @@
 First, each rank's streams are simulated as if messages between pipeline ranks took no time. The result is the duration
 of each action of the schedule, including waits for the rank's own collectives. Then `pipelining.table.simulate` runs
 the schedule with these durations and with the transfers between ranks. Finally, the times before the first action and
-after the last action are added. A collective that joins several pipeline ranks begins when the last of these ranks is
-ready.
+after the last action are added. A collective over several pipeline ranks begins when the last of these ranks is ready.
 
 The prediction assumes that no collective runs during the pipeline's bubbles, so it tends to overestimate the time.
 """
@@ -69,26 +68,27 @@ def step_time(
 ) -> StepTime:
     """Predict the time of one step.
 
-    A microbatch that a role has not run is assumed to take the median time of the role's other microbatches.
+    The work items may cover only some of the schedule's microbatches. Any other microbatch is assumed to take the
+    median time of the covered microbatches on the same rank.
 
     Args:
-        roles: pipeline place -> work items of the rank at this place. Places may share one list; their stages are
-            matched in order. A missing place shares the list of the nearest earlier place; place 0 is required.
+        roles: pipeline rank -> work items of this rank. Several pipeline ranks may share one list; their stages are
+            matched in order. A missing rank shares the list of the nearest earlier rank; rank 0 is required.
         table: schedule of the pipeline, with all microbatches; None without a pipeline.
         fabric: fabric of the cluster.
         sizes: size of each axis of the mesh.
-        n_microbatches: number of microbatches if there is no pipeline; None for the number that the role has run.
+        n_microbatches: number of microbatches if there is no pipeline; None for the number that `roles` covers.
         later: action with delayed output -> later action after which the output is sent
             (`pipelining.table.sent_after`).
         ep: number of ranks over which a layer's experts are divided.
 
     Raises:
-        ValueError: a role lacks a kind of action that the role's row of the table contains, or the fabric has no peak
-            FLOP/s for a dtype.
+        ValueError: a rank's work items lack a kind of action that the schedule contains for this rank, or the fabric
+            has no peak FLOP/s for a dtype.
     """
     pipeline = rank_groups(dict(sizes), ("pp",))[0]
     times: dict[int, RankTimes] = {}
-    place_of: dict[int, int] = {}  # identity of a list of work items -> first place that has this list
+    place_of: dict[int, int] = {}  # identity of a list of work items -> first pipeline rank with this list
     for place, works in roles.items():
         first = place_of.setdefault(id(works), place)
         if first == place:
@@ -123,14 +123,14 @@ def step_time(
 
 
 def _durations(rank: RankTimes, row: Sequence[Action]) -> dict[Action, float]:
-    """The duration of each action in a row of the table.
+    """The duration of each action that the schedule contains for one pipeline rank.
 
     Args:
-        rank: times of this place, or of a place with the same number of stages, whose stages are matched in order.
-        row: actions of this place, in order.
+        rank: times of this rank, or of a rank with the same number of stages, whose stages are matched in order.
+        row: actions of this rank in the schedule, in order.
 
     Raises:
-        ValueError: the row contains a kind of action that the rank has not run.
+        ValueError: `row` contains a kind of action for which `rank` has no time.
     """
     own_stages = sorted({action.stage for action in rank.actions})
     row_stages = sorted({action.stage for action in row})
@@ -163,7 +163,7 @@ def _n_outputs(actions: Iterable[Action], table: Table) -> int:
 
 
 def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
-    """The step time without a pipeline. A microbatch that the rank has not run is assumed to take the median time."""
+    """The step time without a pipeline. A microbatch without work items is assumed to take the median time."""
     seen: dict[str, list[float]] = defaultdict(list)
     for action, seconds in rank.actions.items():
         seen[action.kind].append(seconds)
@@ -179,7 +179,7 @@ def _without_pipeline(rank: RankTimes, n_microbatches: int | None) -> StepTime:
 def _adding_up(step: StepTime) -> StepTime:
     """Scale the parts of a step without a pipeline so that they add up to the step time.
 
-    Without scaling, the sum would not be exact, because a microbatch that was not run is assumed to take the median
+    Without scaling, the sum would not be exact, because a microbatch without work items is assumed to take the median
     time.
     """
     parts_s = step.compute_s + step.exposed_communication_s
@@ -203,9 +203,9 @@ def _mean(seconds: float, ranks: Sequence[RankTimes], scales: Sequence[float], t
 
     Args:
         seconds: time of the step.
-        ranks: times of each place.
-        scales: one factor per place, namely the time of all the place's actions in the schedule, divided by the time
-            of the actions that were run.
+        ranks: times of each pipeline rank.
+        scales: one factor per pipeline rank: the time of all its actions in the schedule, divided by the time of the
+            actions that have work items.
         timeline: simulated schedule.
     """
     compute: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Estimate the time of a layout in closed form. The planner's simulation of counted work is the reference."""
+"""Estimate the time of a layout in closed form. The planner's simulation of the real step is the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtmega.planning.search.places import Place, Places
 from dtmega.planning.work import Message
 
 # Memory traffic per microbatch of all kernels except matrix products, counted with fused compiled blocks:
-# - the number of times that forward and backward move the bytes that a layer keeps;
+# - the number of times that forward and backward move the bytes that a layer saves for backward;
 # - the bytes per score of plain attention, in forward and in backward;
 # - the bytes per logit;
 # - the bytes per 16-bit gradient that is added to a 32-bit sum;
@@ -27,8 +27,8 @@ from dtmega.planning.work import Message
 FORWARD_PASSES, BACKWARD_PASSES = 3.7, 4.8
 SCORE_FORWARD, SCORE_BACKWARD = 7, 20
 LOSS_BYTES, GRADIENT_BYTES, TABLE_BYTES, TIED_BYTES = 20, 10, 4, 6
-# Bytes that are copied into and out of FSDP's buffer, for each byte of the buffer: first for gathered weights, then for
-# summed gradients.
+# Bytes that FSDP reads and writes to copy tensors into and out of its communication buffer, for each byte of the
+# buffer: first in an all-gather of weights, then in a reduce-scatter of gradients.
 GATHER_COPIES, SUM_COPIES = 4, 2
 LAUNCHES = 240  # number of kernels that one layer launches in forward and backward
 # Bytes that AdamW moves for each parameter: AdamW reads the gradient, the weight and two moments, then writes the
@@ -42,7 +42,7 @@ class TimeEstimator:
 
     Args:
         cfg: configuration, with a dtype in [precision] params.
-        places: places of the pipelines.
+        places: work of the pipeline ranks.
         fabric: fabric of the cluster.
     """
 
@@ -75,7 +75,7 @@ class TimeEstimator:
         return seconds + self._places.bubble(layout, n) * statistics.mean(times) + sends_s
 
     def _time_microbatch(self, place: Place, layout: Layout) -> float:
-        """The time of one microbatch's forward and backward at a place."""
+        """The time of one microbatch's forward and backward on one pipeline rank."""
         gpu, hidden = self.fabric.gpu, self.cfg.model.hidden_size
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         again = 1.0 if layout.mode == "full" else 0.0
@@ -90,9 +90,10 @@ class TimeEstimator:
         seconds = products_s + attention_s + traffic_s + launches_s
         state_bytes = tokens * self._bytes * hidden
         if tp > 1:
-            # A layer has two regions. In forward and in backward, each region gathers its input and reduce-scatters
-            # its sum. For the weights' gradients, each region gathers its input once more. Without sequence
-            # parallelism, all-reduces replace these messages. A recomputed layer repeats the sum of its first region.
+            # A layer has two tensor-parallel regions: attention and feed-forward. In forward and in backward, each
+            # region all-gathers its input and reduce-scatters its output. For the weights' gradients, each region
+            # gathers its input once more. Without sequence parallelism, all-reduces replace these messages. A
+            # recomputed layer repeats the reduction at the end of its first region.
             repeated = 0 if layout.mode == "none" else 1
             gathers, scatters, adds = (6, 4 + repeated, 0) if cut > 1 else (0, 0, 4 + repeated)
             group = "tp", _sizes(layout)
@@ -119,7 +120,7 @@ class TimeEstimator:
         return max(seconds, self._exchanged_s(place, layout))
 
     def _moved_bytes(self, place: Place, layout: Layout) -> float:
-        """The bytes that operators other than matrix products move for one microbatch at a place."""
+        """The bytes that operators other than matrix products move for one microbatch on one pipeline rank."""
         tokens, hidden, tp = tokens_of(self.cfg, layout), self.cfg.model.hidden_size, layout.tp
         again = 0.0 if layout.mode == "none" else 1.0
         numbers = WHOLE * hidden * place.layers / cut_of(layout) + place.sides / tp
@@ -152,7 +153,7 @@ class TimeEstimator:
         return seconds
 
     def _sharded_s(self, collective: str, element_bytes: int, place: Place, layout: Layout) -> float:
-        """The time that FSDP takes to gather all weights of a place once, or to sum their gradients.
+        """The time that FSDP takes to gather all weights of one pipeline rank once, or to reduce their gradients.
 
         With ep, the experts' weights are sharded over fewer ranks than the remaining weights.
         """
@@ -173,7 +174,7 @@ class TimeEstimator:
             seconds += self._collective_s("all-reduce", n_bytes, "dp_replicate", key)
         if shards > 1 and layout.accumulate != "sharded" and (layout.pp > 1 or n_microbatches > 1):
             whole_s = self._sharded_s("reduce-scatter", self._reduce_bytes, place, layout)
-            # Without a pipeline, the last backward overlaps with the gradient sums of all layers except the first.
+            # Without a pipeline, the last backward overlaps with the reduce-scatters of all layers except the first.
             covered = 1.0 if layout.pp > 1 else (place.outside + place.largest) / max(1, place.elements)
             summed = place.whole_elements(layout.ep) / layout.tp
             copies_s = SUM_COPIES * self._reduce_bytes * summed / self.fabric.gpu.memory_bytes_per_s

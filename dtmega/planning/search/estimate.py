@@ -3,8 +3,8 @@
     estimator = Estimator(cfg, pieces, fabric)
     estimator.estimate(layout).peak_bytes
 
-The closed forms use only the costs of the model's pieces (`ops.cost`) and the hidden size. The planner's counts are the
-reference.
+The closed forms use only the hidden size and the costs of the model's pieces: embedding, layers, head (`ops.cost`). The
+reference is the planner, which runs the real step on fake devices and counts its memory and messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.memory import MemoryEstimator
 from dtmega.planning.search.places import Places
 
-# Assumed upper bound on the ratio of a counted peak to its estimate, and on the inverse ratio. On the layouts of
-# benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
+# Assumed upper bound on the ratio of the planner's peak to the estimated peak, and on the inverse ratio. On the layouts
+# of benchmarks/estimates.py, the largest error was 13 %; MARGIN allows about twice that error.
 MARGIN = 1.25
 
 
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
         peak_bytes: peak memory of the fullest rank.
         seconds: time of one step.
         states_bytes: bytes of parameters, moments, gradients and gathered weights on the fullest rank.
-        kept_bytes: bytes of activations on the fullest rank.
+        kept_bytes: bytes of activations that the fullest rank saves for backward.
     """
 
     peak_bytes: int
@@ -46,7 +46,7 @@ class Estimator:
 
     Args:
         cfg: configuration, with a dtype in [precision] params.
-        pieces: pieces of the whole model.
+        pieces: embedding, layers and head of the whole model.
         fabric: fabric of the cluster.
     """
 

@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts. Count the refused layouts for each of training's reasons."""
+        """Yield each layout that training accepts. Count the refused layouts in `fallen`, by training's reasons."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
@@ -151,7 +151,7 @@ class Layouts:
         )
 
     def _meshes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations of axis sizes that multiply to the number of ranks, each with every size of ep."""
+        """Yield all combinations of axis sizes whose product is the number of ranks, each with every possible ep."""
         divisors = [n for n in range(1, self.world + 1) if self.world % n == 0]
         choices = [self._choose(axis, divisors) for axis in mesh.AXES]
 
@@ -218,7 +218,7 @@ class Layouts:
         return [self.fixed[key]] if key in self.fixed else choices
 
     def _refused_batch(self, layout: Layout) -> str:
-        """The message with which the loader refuses the batch; '' if the loader accepts it."""
+        """The loader's reason for refusing the batch; '' if the loader accepts it."""
         key = "batch", layout.data_size, layout.micro_batch_size
 
         def check() -> None:
@@ -227,9 +227,9 @@ class Layouts:
         return self._refused(key, check)
 
     def _refused_model(self, layout: Layout) -> str:
-        """The message with which the model's checks refuse the layout; '' if they accept it.
+        """The reason for which the model's checks refuse the layout; '' if they accept it.
 
-        A mesh size that is refused on its own is refused in every combination.
+        tp and cp are first checked alone, because a size that is refused alone is refused in every combination.
         """
         splits = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         units = layout.mode != "none" and self.cfg.recompute.layers > 1
@@ -257,7 +257,7 @@ class Layouts:
         checks.check_model(with_layout(self.cfg, layout), layout.sizes)
 
     def _refused_pipeline(self, layout: Layout) -> str:
-        """The message with which the pipeline's checks refuse the layout; '' if they accept it."""
+        """The reason for which the pipeline's checks refuse the layout; '' if they accept it."""
         of_step = layout.data_size * layout.micro_batch_size
         key = "pipeline", layout.pp, of_step, layout.schedule, layout.virtual_stages, layout.mode
         key = *key, layout.reshard_after_forward
@@ -269,7 +269,7 @@ class Layouts:
         return self._refused(key, check)
 
     def _refused_exact(self, layout: Layout) -> str:
-        """The message with which [run] exact refuses the layout; '' if the layout is accepted."""
+        """The reason for which [run] exact refuses the layout; '' if the layout is accepted."""
         key = "exact", layout.tp, layout.pp, layout.ep
         return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 

@@ -1,9 +1,9 @@
-"""Estimate the memory of a layout in closed form. The planner's counts are the reference.
+"""Estimate the memory of a layout in closed form. The reference is the planner, which runs the step on fake devices.
 
-For each token, a layer keeps 16 D numbers for backward, or 32 D bytes in 16 bits. The inputs and outputs of the norms
-take 4 D of these numbers. Each weight matrix has one side of length D. For each matrix, the layer keeps a vector as
+For each token, a layer saves 16 D numbers for backward, or 32 D bytes in 16 bits. The inputs and outputs of the norms
+take 4 D of these numbers. Each weight matrix has one side of length D. For each matrix, the layer saves a vector as
 long as the other side; with 12 D^2 weights, these vectors take 12 D numbers. `formulas.activation_bytes_per_layer`
-counts 34 D bytes. The remaining 2 D bytes are dropout masks, which are recomputed here.
+counts 34 D bytes: it adds 2 D bytes of dropout masks, which dtmega does not save but computes again in backward.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.places import Place, Places
 
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
-# Number of vectors of width D that the operators between products keep for each token. tp divides these vectors only
-# with sequence parallelism.
+# Number of vectors of width D that a layer saves for each token outside its matrix products (the inputs and outputs of
+# the norms). tp divides these vectors only with sequence parallelism.
 WHOLE = 4
-# Number of vectors of width D that a mixture keeps for each token and expert, namely the expert's input and result. tp
-# does not divide these vectors.
+# Number of vectors of width D that a mixture of experts saves for each token and each expert that the token uses: the
+# expert's input and its result. tp does not divide these vectors.
 OF_EXPERTS = 2
 # Memory for the results of one layer's backward, as a share of the layer's tp-divided activations (without scores).
 BACKWARD = 0.7
-# Share of a layer's tp-divided activations that selective recomputation keeps.
+# Share of a layer's tp-divided activations that selective recomputation still saves.
 OF_PRODUCTS = 0.7
 # Bytes that plain attention keeps for each score: the probability in 16 bits and dropout's mask. (Korthikanti et al.
 # 2022, arXiv:2205.05198, table 2, count 5 bytes, because they keep the softmax's result before and after dropout.)
@@ -81,7 +81,7 @@ class MemoryEstimator:
 
     Args:
         cfg: configuration, with a dtype in [precision] params.
-        places: places of the pipelines.
+        places: work of the pipeline ranks.
     """
 
     def __init__(self, cfg: config.Config, places: Places) -> None:
@@ -90,7 +90,7 @@ class MemoryEstimator:
         self._reduce_bytes: int = getattr(torch, cfg.precision.reduce).itemsize
         self._moments = 1 if cfg.optim.name == "sgd" else 2
         trained, frozen = families.elements(cfg)
-        # Ratios of trained and frozen elements to the elements of the pieces, which do not include adapters.
+        # The ratios of trained and of frozen elements to the elements in `pieces`. `pieces` does not include adapters.
         n = max(1, sum(piece.elements for piece in places.pieces))
         self._trained, self._frozen = trained / n, frozen / n
         self._frozen_bytes = getattr(torch, cfg.lora.base).itemsize
@@ -131,7 +131,7 @@ class MemoryEstimator:
         return masters + self._bytes * gathered + whole, masters + gradients
 
     def _count_kept(self, place: Place, layout: Layout) -> tuple[float, float]:
-        """Bytes that a microbatch keeps at a place, and additional bytes held while one layer or the loss runs."""
+        """Bytes that a microbatch saves for backward, and additional bytes held while one layer or the loss runs."""
         hidden, layers = self.cfg.model.hidden_size, max(1, place.layers)
         tokens, cut, tp = tokens_of(self.cfg, layout), cut_of(layout), layout.tp
         width = tokens * self._bytes
@@ -141,7 +141,7 @@ class MemoryEstimator:
         of_experts = OF_EXPERTS * width * hidden * place.experts_per_token * place.mixtures / layers
         whole = width * WHOLE * hidden / cut + of_experts
         layer = whole + divided
-        # All weight gradients of a layer are in memory together before they are added to the gradient sums.
+        # All weight gradients of a layer are in memory together before they are added to the accumulated gradients.
         gradients = self._bytes * place.whole_largest(layout.ep) / tp
         working = max(BACKWARD * sides, gradients) + SCORE_BACKWARD_BYTES * scores
         if layout.mode == "full":
@@ -153,7 +153,7 @@ class MemoryEstimator:
         else:
             kept = layer
         if cut > 1:
-            working += 2 * width * hidden  # a product's input for the whole sequence
+            working += 2 * width * hidden  # a product's input, gathered over tp
         loss = 0.0
         if place.head_elements:
             n_labelled = tokens * place.labelled
@@ -161,9 +161,9 @@ class MemoryEstimator:
             in_32_bits = n_labelled > 2 * LOSS_TOKENS
             of_head = place.head_elements / tp
             loss = logits + (SUMMED_BYTES if in_32_bits else self._bytes) * of_head + BESIDE_LOSS * width * hidden
-            working += self._bytes * of_head  # the head's gradient, until it is added to the gradient sum
-        # The embedding's gradient contains all rows, and a tied head's gradient is added to the embedding's gradient.
-        # While these gradients are in memory, the microbatch keeps nothing else.
+            working += self._bytes * of_head  # the head's gradient, until it is accumulated
+        # The embedding's gradient is as large as the embedding, and a tied head's gradient is added to it. While these
+        # gradients are in memory, the microbatch's activations are already freed.
         table = self._bytes * place.embedding_elements * (3 if place.is_tied else 1) / tp
         loss = max(loss, table - kept * place.layers)
         first = width * hidden / cut if place.ends else 0.0

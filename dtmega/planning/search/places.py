@@ -1,4 +1,7 @@
-"""The work of each pipeline place, computed from the costs of a model's pieces. All estimates start from this work."""
+"""The work of each pipeline rank, from the costs of the model's pieces (embedding, layers, head; `ops.cost.Piece`).
+
+All estimates of memory and time start from this work.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,26 @@ SPLIT_BUBBLE = 1 / 3
 
 
 class Place(NamedTuple):
-    """The work of one pipeline place, before it is divided over tp, cp and data ranks.
+    """The stages on one pipeline rank and their work, before the work is divided over tp, cp and data ranks.
 
     Attributes:
-        number: number of the first place that has this work.
-        elements: number of elements in the place's weights.
+        number: index of the first pipeline rank that has this work.
+        elements: number of elements in the weights of the stages.
         largest: number of elements in the largest layer.
         outside: number of elements outside of layers.
-        head_elements: number of elements in the weights of the output head; 0 if the place has no head.
+        head_elements: number of elements in the weights of the output head; 0 without a head.
         labelled: share of the tokens whose logits are computed.
         embedding_elements: number of elements in the embedding; 0 without an embedding.
-        is_tied: whether the embedding and the head at this place share their weights.
+        is_tied: whether the rank has both the embedding and the head, and the two share their weights.
         layers: number of layers.
-        sides: number of values that the layers keep for each token, not counting the vectors of width D.
-        product_flops, attention_flops: numbers of FLOPs in weight products and in attention, for forward and backward,
+        sides: number of values that the layers save for backward for each token, not counting the vectors of width D.
+        product_flops, attention_flops: FLOPs of the products with weights, and of attention, for forward and backward,
             per token of the sequence.
         in_layers: share of `product_flops` in layers.
-        ends: number of pipeline ends at this place; 2 if the place has both the first and the last piece.
+        ends: number of ends of the pipeline on this rank: 1 for the model's first or last piece, 2 for both, else 0.
         expert_elements, largest_experts: numbers of elements in the experts of all layers, and in the experts of the
             largest layer.
-        mixtures: number of layers with experts.
+        mixtures: number of layers that contain a mixture of experts.
         experts_per_token: number of experts that a token uses in one layer with experts.
     """
 
@@ -61,7 +64,7 @@ class Place(NamedTuple):
     experts_per_token: int
 
     def whole_elements(self, ep: int) -> float:
-        """The number of weight elements that a rank gathers for its computation, before division by tp."""
+        """The number of weight elements that a rank uses, with only its own experts, before division by tp."""
         return self.elements - self.expert_elements * (1 - 1 / ep)
 
     def whole_largest(self, ep: int) -> float:
@@ -70,11 +73,11 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places in the pipelines of one configuration's layouts.
+    """The pipeline ranks' work in each layout of one configuration.
 
     Args:
         cfg: configuration whose layouts are searched.
-        pieces: pieces of the whole model.
+        pieces: embedding, layers and head of the whole model.
     """
 
     def __init__(self, cfg: config.Config, pieces: Sequence[Piece]) -> None:
@@ -82,9 +85,9 @@ class Places:
         self._known: dict[tuple[Any, ...], list[Place]] = {}
 
     def of(self, layout: Layout) -> list[Place]:
-        """One pipeline place for each kind of work.
+        """The work of the pipeline ranks, without duplicates.
 
-        If several places have equal work, the first place is returned, because it has the most microbatches in flight.
+        Of several ranks with equal work, only the first is returned, because it has the most microbatches in flight.
         """
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._known:
@@ -147,12 +150,12 @@ class Places:
         return layout.virtual_stages or int(SCHEDULES[layout.schedule].per_rank.rstrip("+"))
 
     def in_flight(self, layout: Layout, n: int, place: int) -> float:
-        """The number of microbatches in flight at a place. A microbatch in one of v stages counts as 1 / v.
+        """The number of microbatches in flight on a pipeline rank. A microbatch in one of v stages counts as 1 / v.
 
         Args:
             layout: layout of the job.
             n: number of microbatches.
-            place: number of the place.
+            place: index of the pipeline rank.
         """
         if layout.pp == 1:
             return 1.0
@@ -198,7 +201,7 @@ def in_flight_of(schedule: str, pp: int, virtual: int, n: int, place: int) -> in
         pp: number of ranks in the pipeline.
         virtual: number of stages per rank.
         n: number of microbatches.
-        place: index of the rank's place in the pipeline.
+        place: index of the rank in the pipeline.
     """
     if schedule in ("GPipe", "LoopedBFS"):
         return n * virtual

@@ -1,8 +1,8 @@
 """The search itself: estimate the legal layouts, plan the fastest layouts that may fit, and rank the plans.
 
 Training's own checks determine the legal layouts (`layouts.py`). Closed forms estimate the memory and the time of each
-legal layout (`estimate.py`). The fastest layouts among those that may fit are planned: their real steps are counted
-(`plan.plan_job`) and simulated (`plan.time_step`). Only plans are ranked.
+legal layout (`estimate.py`). The fastest layouts among those that may fit are planned: their real steps run on fake
+devices (`plan.plan_job`), and their time is simulated (`plan.time_step`). Only plans are ranked.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Summary(NamedTuple):
     """The memory of a plan's fullest rank.
 
     Attributes:
-        place: pipeline place of the rank.
+        place: index of the rank in its pipeline.
         peak_bytes: peak memory of the rank.
         action: action of the schedule during which the peak occurs.
-        at_peak: bytes of each owner at the peak.
+        at_peak: what the memory is used for at the peak, such as "gradients" -> bytes.
     """
 
     place: int

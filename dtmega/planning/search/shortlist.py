@@ -39,8 +39,8 @@ class Entry(NamedTuple):
 class Shortlist:
     """The fastest layouts by estimate.
 
-    An estimated peak and a counted peak differ by a factor of at most MARGIN. A layout is therefore rejected only if
-    its estimate exceeds the memory by more than this factor.
+    The estimated peak and the planner's peak are assumed to differ by a factor of at most MARGIN. A layout is therefore
+    rejected only if its estimate exceeds the memory by more than this factor.
 
     Args:
         room_bytes: memory that tensors can use.
@@ -58,8 +58,8 @@ class Shortlist:
         self.fallen = Fallen()
         self.n_refused = self.n_legal = self.n_may_fit = 0
         self._numbers = itertools.count()
-        # Three heaps: layouts that fit even if the counts exceed the estimate by the margin, layouts whose estimate
-        # fits, and layouts that may fit although their estimate does not.
+        # Three heaps: layouts that fit even if the planner's peak exceeds the estimate by MARGIN, layouts whose
+        # estimate fits, and layouts that may fit although their estimate does not.
         self._certain: list[Entry] = []
         self._likely: list[Entry] = []
         self._doubtful: list[Entry] = []
@@ -111,10 +111,10 @@ class Shortlist:
     def chosen(self) -> list[Entry]:
         """The layouts to plan, in order.
 
-        The `top` fastest layouts come first, but half of these places are reserved for layouts that are estimated to
-        fit. More layouts follow, in case the counts show that none of the first layouts fits; the layouts that
-        certainly fit come first among them. If several equally fast layouts differ only in their schedule, only the
-        layout with the smallest peak is kept.
+        The first `top` layouts are the fastest, except that half of them must be layouts that are estimated to fit.
+        More layouts follow, in case planning shows that none of the first layouts fits; among these, the layouts that
+        certainly fit come first. If several equally fast layouts differ only in their schedule, only the layout with
+        the smallest peak is kept.
         """
         likely = _without_equals([*self._certain, *self._likely])
         doubtful = _without_equals(self._doubtful)

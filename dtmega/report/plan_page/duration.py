@@ -20,7 +20,7 @@ SCHEDULE_NOTE = (
 
 
 def parts(time: StepTime) -> dict[str, tuple[float, str]]:
-    """The parts of a step: name -> (seconds, colour). The seconds are means over the pipeline's places.
+    """The parts of the step time: name -> (seconds, colour). The seconds are means over the ranks of a pipeline.
 
     The seconds add up to the step time. The parts are the computing time of each kind of action and of each phase, the
     exposed communication of each axis ("exposed: AXIS"), and the bubble.

@@ -1,4 +1,4 @@
-"""Draw the memory over a step as stacked areas, one panel for each role."""
+"""Draw the memory over a step as stacked areas. Pipeline ranks that do the same work share a panel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def figure(places: Sequence[Places], limit_bytes: int | None) -> str:
     """Draw the memory during each action of the step. The actions are in the order in which the host issues them.
 
     Args:
-        places: groups of pipeline places, one for each role.
+        places: groups of pipeline ranks that do the same work. Each group gets a panel.
         limit_bytes: memory of one device minus the reserve; None if it is not known.
 
     Returns:
@@ -82,11 +82,11 @@ def names_of_spans(spans: Sequence[Span]) -> list[str]:
 def _add_panel(
     picture: go.Figure, role: Role, row: int, unit_bytes: int, limit_bytes: int | None, shown: set[str]
 ) -> None:
-    """Draw the memory of one role.
+    """Draw the memory of one rank.
 
     Args:
         picture: plotly figure to draw in.
-        role: role whose memory is drawn.
+        role: plan of the rank.
         row: number of the panel, from 1.
         unit_bytes: number of bytes in one unit of the vertical axis.
         limit_bytes: height of the line that shows the device's memory; None for no line.

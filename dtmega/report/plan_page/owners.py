@@ -1,4 +1,7 @@
-"""Divide the owners of a plan's memory into a dozen classes, and group the pipeline's places that share a role."""
+"""Divide a plan's memory into a dozen classes, and group the pipeline ranks that do the same work.
+
+The planner books each byte under an owner: a text that says what the memory is used for, such as "gradients".
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ MAX_PIECES = 3  # maximum number of pieces that `_in_words` lists one by one
 
 
 def class_of(owner: str) -> str:
-    """The class that an owner belongs to. Each class is a key of MEMORY_COLOURS."""
+    """The class to which an owner's memory belongs. Each class is a key of MEMORY_COLOURS."""
     if owner in NAMES:
         return NAMES[owner]
     for beginning, name in BEGINNINGS.items():
@@ -43,7 +46,7 @@ def class_of(owner: str) -> str:
 
 
 def by_class(owners: Mapping[str, int]) -> dict[str, int]:
-    """The bytes of each class, in the order of MEMORY_COLOURS; classes without bytes are left out."""
+    """Add up the owners' bytes by class, in the order of MEMORY_COLOURS. Classes without bytes are left out."""
     sums = dict.fromkeys(MEMORY_COLOURS, 0)
     for owner, n_bytes in owners.items():
         sums[class_of(owner)] += n_bytes
@@ -51,13 +54,13 @@ def by_class(owners: Mapping[str, int]) -> dict[str, int]:
 
 
 class Places(NamedTuple):
-    """Pipeline places that do the same work.
+    """Pipeline ranks that do the same work. The page calls the index of a rank in its pipeline a place.
 
     Attributes:
-        numbers: numbers of the places, ascending.
-        role: plan of a rank at the first of these places.
-        pieces: pieces of the model at the first of these places, in words.
-        in_pipeline: whether there is a pipeline; without a pipeline, there is only one place.
+        numbers: indices of these ranks in the pipeline, ascending.
+        role: plan of the first of these ranks.
+        pieces: embedding, layers or head on the first of these ranks, such as "embed, layers.0".
+        in_pipeline: whether there is a pipeline; without a pipeline, `numbers` is [0].
     """
 
     numbers: list[int]
@@ -81,7 +84,7 @@ class Places(NamedTuple):
 
 
 def distinct_places(plan: Plan) -> list[Places]:
-    """The pipeline's places, grouped by role."""
+    """The ranks of the pipeline, grouped by the work that they do."""
     stages_of_places = [[0]] if plan.table is None else stages_in(plan.table)
     groups = []
     for numbers in plan.places_by_role:
@@ -92,7 +95,7 @@ def distinct_places(plan: Plan) -> list[Places]:
 
 
 def _in_words(pieces: list[str]) -> str:
-    """The pieces of one stage in words: "embed, layers.0" or "embed to layers.9 (11 pieces)"."""
+    """The embedding, layers and head of one stage in words: "embed, layers.0" or "embed to layers.9 (11 pieces)"."""
     if len(pieces) <= MAX_PIECES:
         return ", ".join(pieces)
     return f"{pieces[0]} to {pieces[-1]} ({len(pieces)} pieces)"

@@ -20,7 +20,7 @@ from dtmega.report.run import layout_in_words
 from dtmega.report.units import binary, seconds, short
 from dtmega.report.units import duration as long_time
 
-SHOWN_OWNERS = 10  # number of owners that are not folded away
+SHOWN_OWNERS = 10  # number of rows that are not folded away in a table of the memory's use
 FOOTER = "Written by <code>dtmega plan --page</code>. Zoom by dragging, back by a double click."
 MEMORY_NOTE = (
     "Each area has the height that it has at the peak of the action, so the top of all areas is the peak. The actions "
@@ -87,7 +87,7 @@ def page(answer: Answer, plotly: str) -> str:
 
 
 def _layout(plan: Plan) -> dict[str, int]:
-    """The plan's layout in the form that `run.layout_in_words` reads."""
+    """The plan's mesh sizes and number of processes, as `run.layout_in_words` reads them."""
     return {"processes": math.prod(plan.sizes.values()), **plan.sizes}
 
 
@@ -139,7 +139,7 @@ def _verdict(answer: Answer) -> str:
 
 
 def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
-    """The section about memory: the figure and, for each role, a table of the memory's owners at the peak."""
+    """The section about memory: the figure and, for each panel of the figure, a table of what fills the peak."""
     plan = answer.plan
     notes = [MEMORY_NOTE]
     if plan.table is not None:
@@ -163,7 +163,10 @@ def _memory(answer: Answer, places: Sequence[Places]) -> list[str]:
 
 
 def _owners(role: Role) -> str:
-    """The HTML of a table of owners at a role's peak, largest first. Owners after the first SHOWN_OWNERS are folded."""
+    """The HTML of a table of the memory's use at a rank's peak, largest first.
+
+    Each row is an owner, such as "gradients". Rows after the first SHOWN_OWNERS are folded away.
+    """
     peak = role.peak
     rows = []
     for owner, n_bytes in sorted(peak.at_peak.items(), key=lambda pair: pair[1], reverse=True):
@@ -177,7 +180,7 @@ def _owners(role: Role) -> str:
 
 
 def _totals(answer: Answer, places: Sequence[Places]) -> list[str]:
-    """The section with a table of each role's totals and, if known, a table of the whole run's cost."""
+    """The section with a table of totals, one row for each group in `places`, and the cost of the run, if known."""
     rows = []
     for each in places:
         role = each.role
@@ -221,7 +224,7 @@ def _cost(budget: Budget) -> list[list[str]]:
 
 
 def _origin(answer: Answer) -> list[str]:
-    """The section with the command and the configuration from which the plan was made."""
+    """The section with the command that made the plan, and with its configuration."""
     out = ["<section><h2>Command and configuration</h2>"]
     if answer.command:
         out.append(f'<pre class="sample">{text(answer.command)}</pre>')

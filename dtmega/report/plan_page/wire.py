@@ -23,14 +23,14 @@ NOTE = (
 
 
 class AxisWire(NamedTuple):
-    """The messages that one rank sends over one axis in one step. The numbers are means over the pipeline's places.
+    """The messages that one rank sends over one axis in one step. The numbers are means over the ranks of a pipeline.
 
     Attributes:
         axis: name of the process group, or "AXIS, between stages" for messages from rank to rank.
         messages: number of messages.
         n_bytes: bytes of these messages.
         seconds: duration of the messages; None if it is not known.
-        exposed_s: part of the duration during which kernels wait.
+        exposed_s: part of the duration during which the compute stream waits.
     """
 
     axis: str
@@ -104,7 +104,7 @@ def _bar(row: AxisWire, longest_s: float) -> str:
 
 
 def _details(places: Places) -> str:
-    """The HTML of a folded table with all messages of one role; '' if there are no messages."""
+    """The HTML of a folded table with all messages of one rank; '' if there are no messages."""
     rows = []
     for (axis, collective, n_bytes), times in sorted(totals(places.role).messages.items()):
         whole = times * n_bytes

@@ -84,13 +84,13 @@ def proved(way: str) -> tuple[Any, ...]:
 
 
 def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mapping[int, Sequence[str]]) -> ExactSums:
-    """Make the integer sums of this rank's stages.
+    """Make the object that adds up the gradients of this rank's stages as fixed-point integers.
 
     Args:
         world: processes and mesh of the run.
         whole: whole model.
         stages: stage number -> stage, for each of this rank's stages.
-        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        partial: stage number -> names of the parameters whose gradients must be all-reduced over tp.
     """
     sizes = {whole.full_name(name): parameter.numel() for name, parameter in whole.named_parameters()}
     n_readers = len(whole.blocks()) if whole.read_by_layers else 1
@@ -99,7 +99,7 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
     assert everyone is not None
     groups = Groups(everyone, world.groups["fsdp"], world.groups["dp_replicate"], world.groups["tp"])
     n_parts = n_places * world.sizes["tp"] * world.sizes["cp"]
-    # `share` makes the digests of the tp and cp ranks differ even if the ranks' gradients are equal.
+    # `share` is hashed too, so that the digests of tp and cp ranks differ even if the ranks' gradients are equal.
     share = f"tp {world.coordinate('tp')}, cp {world.coordinate('cp')}"
     found = ExactSums(sizes, n_parts, groups, world.device, share)
     for number, stage in stages.items():
@@ -113,8 +113,8 @@ def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: di
     """The square of the gradient's norm; infinity if the step failed and therefore has no gradient.
 
     Args:
-        sums: integer sums of the step.
-        counted: parameter name -> this rank's part of the parameter. Each element is on only one rank of the group.
+        sums: gradients of the step, added up as fixed-point integers.
+        counted: parameter name -> this rank's shard of the parameter. Each element is on only one rank of the group.
         group: process group of the ranks that together hold the model once.
     """
     if not sums.succeeded:
@@ -130,11 +130,11 @@ def weights_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: di
 
 
 def grid_overflow(step: int, names: Sequence[str]) -> str:
-    """A line for the user about a step that is skipped because gradients exceeded their grid.
+    """A line for the user about a step that is skipped because gradients were too large for their fixed-point format.
 
     Args:
         step: number of the step.
-        names: names of the tensors whose gradients exceeded the grid.
+        names: names of the parameters with such gradients.
     """
     others = f" and of {len(names) - 1} more tensors" if len(names) > 1 else ""
     return (
@@ -232,10 +232,12 @@ def begin(
     compiled: bool,
     was: ExactState | None,
 ) -> None:
-    """Record the fixed settings of a run, and restore the grids of a resumed run. Without [run] exact, do nothing.
+    """Record the fixed settings of a run, and restore the largest gradients, which determine the fixed-point grids.
+
+    Without [run] exact, do nothing.
 
     Args:
-        sums: integer sums of the run; None without [run] exact.
+        sums: object that adds up the run's gradients as fixed-point integers; None without [run] exact.
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
         device: device on which the rank computes.

@@ -47,13 +47,13 @@ def digests_of(sums: ExactSums, weights: Mapping[str, Tensor], world: World, n_m
     """Add up the digests of all ranks after a step, with one all-reduce.
 
     Args:
-        sums: integer sums of the step.
-        weights: weight name -> this rank's part of the weight. Each element is on only one rank of the `shards` group.
+        sums: gradients of the step, added up as fixed-point integers.
+        weights: weight name -> this rank's shard of the weight. Each element is on only one rank of the `shards` group.
         world: processes and mesh of the run.
         n_microbatches: number of this rank's microbatches.
     """
     found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
-    # Only one copy of the weights counts.
+    # The dp_replicate ranks hold copies of the weights. Only the first copy is hashed.
     first_copy = world.coordinate("dp_replicate") == 0
     if first_copy and not host.must_skip("digests of the weights are computed in a run, not here ([run] exact)"):
         found[0] = digests.of_weights(weights, world.device)
