@@ -472,14 +472,14 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """Count the named piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
+        """Count the named pipeline piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
 
         Every token of the encoder attends to all tokens of the encoder.
         """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """Count the FLOPs of the decoder's self-attention and cross-attention in the named piece.
+        """Count the FLOPs of the decoder's self-attention and cross-attention in the named pipeline piece.
 
         A decoder token attends to all earlier decoder tokens, on average half of the decoder's sequence, and to all
         encoder tokens.

@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, largest: float, n_terms: int) -> Grid:
-        """Choose the finest grid on which `n_terms` terms of magnitude up to 2^HEADROOM x largest can be added.
+        """Choose the smallest exponent with which int64 can hold `n_terms` terms of up to 2^HEADROOM x largest.
 
         Args:
             largest: expected largest magnitude, positive; the function rounds it up to a power of two.
@@ -55,12 +55,12 @@ class Grid(NamedTuple):
     def add(
         self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Round term / scale to the grid and add the result to `total`, a contiguous int64 tensor of the same shape.
+        """Round term / scale to a multiple of 2^exponent, and add the multiple to `total`.
 
         The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
         Args:
-            total: sum so far.
+            total: sum so far, in units of 2^exponent; a contiguous int64 tensor in the shape of `term`.
             term: term to add, already multiplied by `scale`.
             scale: number by which the term is divided.
             seen: function to call with the index and the integers of each block of PIECE elements; None for no call.

@@ -50,7 +50,7 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """The cost of a piece: its FLOPs per token in forward and backward (time), and its parameters (memory)."""
+    """The cost of a pipeline piece: its FLOPs per token in forward and backward (time), and its parameters (memory)."""
 
     flops: int
     parameters: int

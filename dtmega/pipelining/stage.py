@@ -32,7 +32,7 @@ class Stage(PipelineStage):
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
-            module returns the tensors for the next stage and the sums for the tally, keyed by name. An input tensor
+            module returns the tensors for the next stage, and losses and counts for the tally, by name. An input tensor
             that the module does not return is passed to the next stage unchanged.
         number: index of the stage.
         n_stages: number of stages in the pipeline.
@@ -40,8 +40,8 @@ class Stage(PipelineStage):
         group: process group of the pp ranks.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage passes to the next stage; empty for the last stage.
-        take: function that takes the module's outputs and returns the sums that belong to the loss, each
-            with a factor (`Tally.add`).
+        take: function that takes the module's outputs and returns the terms of the loss, each with a factor
+            (`Tally.add`).
         n_microbatches: number of microbatches in a step.
         sums: object that accumulates gradients, over data ranks too, after each microbatch; None if torch accumulates
             gradients and reduces them once per step.
@@ -86,8 +86,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors for the next stage. The last stage returns the loss instead: the total of the sums that belong
-            to the loss, each multiplied by its factor.
+            The tensors for the next stage. The last stage returns the loss instead: the sum of its terms of the loss,
+            each multiplied by its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
