@@ -28,16 +28,16 @@ class Model(nn.Module):
     A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. If the
     boundary lists a tensor that a stage receives but does not return, the tensor is passed to the next stage unchanged.
 
-    The place of a token is its global index in its sample. The batch contains the places, because a rank may hold any
-    part of a sequence, and a model cannot compute the places itself. If the caller passes no places (for example, in a
-    notebook), the tokens are treated as a whole sequence that starts at place 0.
+    `places` are the tokens' positions in their whole samples. The batch contains the positions, because a cp rank may
+    hold any part of a sequence, and a model cannot compute the positions itself. If the caller passes no `places` (for
+    example, in a notebook), the tokens are treated as a whole sequence that starts at position 0.
 
     Attributes:
         cfg: [model] section of the configuration.
         layers: index of a block -> block, for a model with a single stack.
         ties: groups of parameter names in the whole model. All names in a group share one parameter, and checkpoints
             use the first name.
-        longest: length of the longest sequence for which the model has positions; None for no limit.
+        longest: length of the longest sequence that the model supports; None for no limit.
         runs_layers: whether the model calls `run_layers` for all layers of a stack. Recomputing several layers as
             a unit needs `run_layers`.
         has_cache: whether forward takes a `cache`, so that generation computes each token once.
@@ -49,11 +49,10 @@ class Model(nn.Module):
         lengths: keys of [data] that hold the lengths of the model's sequences.
         both_ways: keys of [data] that hold the lengths of sequences with attention in both directions.
         decoder_rows: names of the batch's tensors that have the length of the decoder's sequence.
-        context: ranks that share the sequences of the current batch; None if this process has whole sequences.
-        decoder_begins: name of the first piece of a decoder that follows an encoder; '' for models without such a
-            decoder.
+        context: cp ranks over which the current batch's sequences are split; None if this rank has whole sequences.
+        decoder_begins: name of the decoder's first pipeline piece; '' for models without an encoder and a decoder.
         outputs: names of the weights that compute predictions from the last hidden state.
-        one_backward: reason why backward cannot run in two parts; '' if it can.
+        one_backward: reason why a pipeline cannot run backward for inputs and for weights separately; '' if it can.
         read_by_layers: names of the parameters that all layers of a stack read, although no layer contains them.
         layers_apart: whether each layer reads the parameters of `read_by_layers` in a separate call, so that the
             gradients of these parameters can be taken layer by layer ([run] exact).
@@ -83,7 +82,7 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def part_of(self, rows: Mapping[str, Tensor], context: ContextParallel) -> dict[str, Tensor]:
-        """This rank's part of a batch, including the places of the tokens in that part."""
+        """This cp rank's part of each sequence in a batch, including the tokens' positions (`places`)."""
         whole = {"places": consecutive(rows["tokens"]), **rows}
         if "decoder_tokens" in rows:
             whole.setdefault("decoder_places", consecutive(rows["decoder_tokens"]))
@@ -135,7 +134,7 @@ class Model(nn.Module):
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """Name of each piece -> modules of the piece, including all nested modules, in the pipeline's order.
+        """Map each pipeline piece's name to the piece's modules, including nested ones, in the pipeline's order.
 
         By default, modules registered before the blocks belong to the embedding, and modules registered after the
         blocks belong to the head.
@@ -156,27 +155,27 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """The `Piece.attention_flops` of the named piece, for a causal decoder."""
+        """The attention FLOPs of a causal decoder's named pipeline piece, counted as in `Piece.attention_flops`."""
         return 6 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("layers.") else 0
 
     def attention_window(self, piece: str) -> int:
-        """The `Piece.window` of the named piece. By default, no layer has a window."""
+        """The attention window of the named pipeline piece (`Piece.window`); 0, the default, for no window."""
         return 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """The `decoder_attention_flops` and `cross_attention_flops` of the named `Piece`. By default, both are 0."""
+        """FLOPs of the decoder's self- and cross-attention in the named pipeline piece (see `Piece`); by default 0."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """Name of each tensor [B, length, D] that a stage passes on -> [data] key that holds the tensor's length.
+        """Map each tensor [B, length, D] that a stage sends to the next stage to the [data] key of the tensor's length.
 
         Args:
-            after: name of the stage's last piece.
+            after: name of the stage's last pipeline piece.
         """
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete all modules that none of the given pieces needs. Call this method on a meta copy of the whole model.
+        """Delete all modules that do not belong to the given pipeline pieces. Call this on a meta copy of the model.
 
         A deleted layer disappears from its ModuleDict, and any other deleted module becomes None. The remaining modules
         keep their names.
@@ -188,21 +187,21 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Set, for each head, the gradient that backward will pass to the head's sum.
+        """Tell each head the gradient that backward will pass to the head's summed loss.
 
         Call this method before each forward pass in training. A head computes its gradient during the forward pass. In
         float16, the head must multiply the gradient by the sum's factor before rounding; otherwise, small gradients
         would become 0.
 
         Args:
-            factors: name of each sum -> factor of the sum (loss scale x weight / count).
+            factors: name of each loss -> gradient of its sum (loss scale x weight / count).
         """
         for module in self.modules():
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Switch all heads that sum a token loss to compiled kernels. Call this method if blocks are compiled."""
+        """Make all heads that compute token losses use compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -278,14 +277,15 @@ class Model(nn.Module):
         return matrices
 
     def counts_of_step(self) -> Tensor | None:
-        """Return the counts over this rank's tokens since the last `after_step`; None if the model counts nothing.
+        """Return what the model has counted since the last `after_step` (such as experts' loads); None for no counts.
 
-        Each rank's counts have the whole model's shape. The sum over all ranks and stages counts the global batch.
+        The tensor has the shape of the whole model's counts, but covers only this rank's tokens. The sum over all ranks
+        and stages covers the global batch.
         """
         return None
 
     def after_step(self, counts: Tensor, skipped: bool) -> None:
-        """Process a step's counts over the global batch and reset the counts of this rank.
+        """Update the model's state from a step's counts over the global batch, and reset the counts of this rank.
 
         Args:
             counts: sum of all ranks' `counts_of_step`.
@@ -301,7 +301,7 @@ class Model(nn.Module):
 
 
 def consecutive(tokens: Tensor) -> Tensor:
-    """The places [B, S] of tokens [B, S] if each row is a whole sequence: 0, 1, ..., S - 1."""
+    """The positions [B, S] of tokens [B, S] if each row is a whole sequence: 0, 1, ..., S - 1."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
 
 

@@ -8,19 +8,18 @@ limits the choice to each token's best groups of experts, and multiplies the wei
 shared experts, which every token uses, and dense first layers.
 
 The design:
-- The weights of all experts are stacked in three parameters: gate and up [E, F, D], and down [E, D, F]. tp cuts F, as
-  in any feed-forward, so each rank has a part of every expert, and all ranks of a layer have the same load. FSDP2 cuts
-  E.
+- The weights of all experts are stacked in three parameters: gate and up [E, F, D], and down [E, D, F]. tp shards F, as
+  in any feed-forward, so each tp rank has a shard of every expert, and all tp ranks have the same load. FSDP2 shards E.
 - A token's experts do not depend on other tokens, unless experts have a capacity (`capacity.py`). The capacity applies
   to each document separately. So results do not depend on how documents are distributed over ranks and microbatches.
 - The router computes in fp32 and breaks ties by expert number. Under tp every rank computes the same routing for all
-  tokens. The router's gradients are partial sums, because each rank has only its part of F.
-- A layer returns its report (losses and loads) along with the hidden state, and the model adds up the reports outside
-  the layers. A recomputed layer's report is discarded, so no token is counted twice.
-- The loads of a step are added up over the global batch; then each router's bias takes one step. A skipped step or an
-  evaluation does not change the bias.
+  tokens. The router's gradients are partial sums, because each rank computes only its shard of F.
+- A layer returns a `Report` (auxiliary losses, and the number of tokens per expert) along with the hidden state. The
+  model adds up the reports outside the layers. A recomputed layer's report is discarded, so no token counts twice.
+- After each step, the experts' loads are summed over the global batch, and each router's bias is adjusted once. Skipped
+  steps and evaluations do not change the bias.
 
-bloom.py explains how a model written for one device also runs in pieces.
+bloom.py explains how a model written for one device also runs sharded over tp, or split into pipeline stages.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Mixture(nn.Module):
 
         Args:
             x: activations, [B, S, D].
-            texts: tokens that count for the balance and the capacity, grouped by document; if None, the layer makes
-                no report and has no capacity limit.
+            texts: tokens that count for the balance loss and the experts' capacity, grouped by document; if None, the
+                layer returns no report and has no capacity limit.
         """
         routing = self.router(x)
         found = None if texts is None else report(routing, texts, self.has_losses, self.router.steered)
@@ -101,8 +100,8 @@ class MoE(Llama):
     """The whole model, or one pipeline stage of the model.
 
     Attributes:
-        loads: number of pairs that each layer's experts have received since the last `after_step`, [L, E] fp64, counted
-            over this rank's tokens with a label; 0 for dense layers and for layers of other stages.
+        loads: number of this rank's labelled tokens that chose each expert since the last `after_step`, [L, E] fp64; 0
+            for dense layers and for layers of other stages.
     """
 
     cfg: config.MoE  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -137,8 +136,8 @@ class MoE(Llama):
 
         Returns:
             The result of `Llama.forward`. With labels, every stage also returns {"balance": ..., "router_z": ...,
-            "dropped": ...}, fp32 [layers with experts]. For each layer, the tensors hold the losses and the number of
-            dropped pairs. A loss without a weight is left out, and so is "dropped" if experts have no capacity.
+            "dropped": ...}, fp32 [layers with experts]: each layer's losses and number of dropped (token, expert)
+            pairs. A loss without a weight is left out, and so is "dropped" if experts have no capacity.
         """
         rules, rotation = self.rules_and_rotation(
             places, position_ids, document_ids=document_ids, prefix=prefix, cache=cache, fused=self.may_fuse(labels)
@@ -155,7 +154,7 @@ class MoE(Llama):
         return result
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Any, *shared: Any) -> Any:
-        """Apply the layers to the hidden state in (hidden state, reports), and append the layers' reports."""
+        """Apply the layers to `hidden`, a pair (hidden state, reports), and append each layer's report to `reports`."""
         state, reports = hidden
         for layer in layers:
             state, found = layer(state, *shared)
@@ -172,14 +171,14 @@ class MoE(Llama):
         return {layer: mixture for layer, mixture in found.items() if isinstance(mixture, Mixture)}
 
     def _count(self, reports: Sequence[Report]) -> None:
-        """In training, add a microbatch's loads to the step's loads."""
+        """In training, add the experts' loads in a microbatch to `loads`."""
         if not (self.training and torch.is_grad_enabled()):
             return
         for layer, found in zip(self.mixtures(), reports, strict=True):
             self.loads[layer] += found.load.detach()
 
     def _sums(self, reports: Sequence[Report], device: torch.device) -> dict[str, Tensor]:
-        """Collect the sums that the stage returns, keyed by name: losses with a nonzero weight, and dropped pairs.
+        """Collect the numbers that the stage returns, keyed by name: losses with a nonzero weight, and dropped pairs.
 
         Each tensor has one number for each layer with experts on this stage.
         """

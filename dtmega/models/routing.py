@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     log_z: Tensor
 
     def without(self, dropped: Tensor) -> Routing:
-        """Return a routing in which each dropped pair has weight 0 and expert number E, which stands for no expert.
+        """Return this routing without some (token, expert) pairs, which get weight 0 and E, the number for no expert.
 
         The weights of a token's remaining experts do not change.
 
@@ -49,15 +49,15 @@ class Routing(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """The tokens of a microbatch that count for balance and capacity, grouped by document.
+    """The tokens of a microbatch that count for the balance loss and the experts' capacity, grouped by document.
 
     Attributes:
         counts: flag of each token, [N] fp32; 1 if the token counts, otherwise 0.
         document: index of each token's document in the microbatch, [N] int64.
         n_documents: exclusive upper bound of the document indices.
         length: number of tokens that count in each document, [n_documents] fp32.
-        context: ranks that share the sequences; None if this rank has whole sequences.
-        capacity: maximum number of pairs that an expert processes per document; None for no maximum.
+        context: cp ranks over which the sequences are split; None if this rank has whole sequences.
+        capacity: maximum number of tokens that an expert processes per document; None for no maximum.
     """
 
     counts: Tensor
@@ -70,8 +70,8 @@ class Texts(NamedTuple):
     def add_up(self, values: Tensor) -> Tensor:
         """Sum the tokens' values, [N, ...], over each document: [n_documents, ...].
 
-        All ranks that share a document get the document's whole sum. The values must be integers, and the sums must be
-        below 2^24, so that the order of the additions does not change a sum.
+        All cp ranks get the sum over the whole document. The values must be integers, and the sums must be below 2^24,
+        so that the order of the additions does not change a sum.
         """
         sums = values.new_zeros(self.n_documents, *values.shape[1:]).index_add(0, self.document, values)
         if self.context is None:
@@ -80,12 +80,12 @@ class Texts(NamedTuple):
 
 
 def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None, cfg: config.MoE) -> Texts:
-    """Find the tokens that count for the balance and the capacity.
+    """Find the tokens that count for the balance loss and the experts' capacity.
 
     Args:
-        labels: token to predict at each place, [B, S]; a token without a label does not count.
+        labels: token to predict at each position, [B, S]; a token without a label does not count.
         document_ids: index of each token's document in its row, [B, S]; None if each row is one document.
-        context: ranks that share the sequences; if given, the tensors are this rank's part of the sequences.
+        context: cp ranks over which the sequences are split; if given, the tensors are this rank's part of them.
         cfg: sizes and capacity factor of the model.
     """
     counts = (labels != IGNORED).flatten().float()
@@ -111,9 +111,9 @@ class Report(NamedTuple):
         balance: balance loss, summed over the tokens, fp32 scalar (arXiv:2412.19437, equations 17 to 20). The loss
             counts the experts with the largest scores, even if a bias or groups make tokens use different experts.
         z: squared log_z, summed over the tokens, fp32 scalar (arXiv:2202.08906, equation 5).
-        load: number of pairs for each expert before any pair is dropped, [E] fp32 without a gradient. Under cp, only
-            this rank's tokens are counted.
-        dropped: number of dropped pairs, fp32 scalar without a gradient. Under cp, only this rank's tokens are counted.
+        load: number of tokens that chose each expert, including dropped ones, [E] fp32 without a gradient. Under cp,
+            only this rank's tokens are counted.
+        dropped: number of dropped (token, expert) pairs, fp32 scalar without a gradient. Counted like `load`.
     """
 
     balance: Tensor
@@ -222,19 +222,19 @@ def _largest(scores: Tensor, k: int) -> Tensor:
 
 
 class Loads:
-    """The loads of a run's experts, with statistics for the run's record and a warning about unused experts.
+    """The loads of a run's experts, with statistics for the run's metrics and a warning about unused experts.
 
     Attributes:
-        last: number of pairs for each expert in the last step's global batch, [L, E]; None before the first step.
+        last: number of tokens that chose each expert in the last global batch, [L, E]; None before the first step.
     """
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
-        self._total: Tensor | None = None  # since the last call of `unused`, [L, E]
+        self._total: Tensor | None = None  # sum of the loads since the last call of `unused`, [L, E]
         self._said: set[tuple[int, int]] = set()
 
     def add(self, loads: Tensor) -> None:
-        """Add a step's loads: number of pairs for each expert in the global batch, [L, E]; 0 in dense layers."""
+        """Add a step's loads: the number of tokens that chose each expert, [L, E]; 0 for dense layers."""
         self.last = loads.clone()
         self._total = loads.clone() if self._total is None else self._total + loads
 

@@ -3,7 +3,7 @@
 Positions are relative: each stack learns one number per head and distance bucket, and all layers of the stack add these
 numbers to their attention scores. With different [model] keys, the classes in this file form Megatron's T5, which has
 learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for
-one device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
+one device also runs sharded over tp, or split into pipeline stages.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class MLP(nn.Module):
             x: input, [B, T, D].
             channel_ids: global indices of this rank's channels, [F] int32.
             sample_ids: global sample indices, [B] int64, which key the dropout masks.
-            places: global index of each token in its sample, [B, T] int64.
+            places: position of each token in its whole sample, [B, T] int64.
         """
         up = self.up(x)
         inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
@@ -148,7 +148,7 @@ class _Text(NamedTuple):
 
     Attributes:
         tokens: token ids, [B, S] int64.
-        places: global index of each token in its sample, [B, S] int64.
+        places: position of each token in its whole sample, [B, S] int64.
         document_ids: index of each token's document, [B, S] int64. A token attends only to tokens of its own
             document, and padding counts as a separate document. None if all tokens belong to one document.
     """
@@ -165,12 +165,12 @@ class T5(Model):
         encoder, decoder: index of a block -> block, for each stack.
         encoder_bias, decoder_bias: relative position biases, [buckets, H], shared by all layers of a stack; None if
             positions are learned.
-        memory: identity module through which the encoder's output passes once, before the decoder's layers read it. A
-            plan gathers the output here, once for all layers.
+        memory: identity module through which the encoder's output passes once, before the decoder's layers read it. The
+            tp plan hooks in here to gather the output once for all layers.
         head_ids: global index of each head, which keys attention dropout. The indices are stored as a buffer, so that
-            a plan can cut the indices along with the heads.
+            the tp plan can shard the indices along with the heads.
         channel_ids: global index of each inner channel of the feed-forward, which keys the dropout of these channels.
-            The indices are stored as a buffer, so that a plan can cut the indices along with the channels.
+            The indices are stored as a buffer, so that the tp plan can shard the indices along with the channels.
     """
 
     cfg: config.T5
@@ -189,9 +189,9 @@ class T5(Model):
         self.cfg = cfg
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
-        # Some schedules run backward in two parts. To find the weights for the second part, torch follows the graph
-        # from each input of the stage. This search would make the gradients of two weights wrong: the decoder's
-        # embedding does not depend on any input of its stage, and all layers share the table of relative positions.
+        # Some pipeline schedules run backward for inputs first and for weights later. To find the weights, torch
+        # follows the graph from each input of the stage. This would make the gradients of two weights wrong: the
+        # decoder's embedding depends on no input of its stage, and all layers share the table of relative positions.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -236,7 +236,7 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of both stacks, encoder first. A layer's piece includes the modules that all layers share."""
+        """The pipeline pieces of both stacks, encoder first. Each layer's piece includes the layers' shared modules."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
             """The given modules and all nested modules. None stands for a module that this variant of T5 lacks."""
@@ -256,10 +256,10 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors that a stage passes to the next stage, as in `Model.handed_on`.
+        """Map each tensor that a stage sends to the next stage to the key of its length, as in `Model.handed_on`.
 
-        A stage that ends inside a stack passes on the hidden state. The stage that ends the encoder, and every later
-        stage, passes on the encoder's output.
+        A stage that ends inside a stack sends the hidden state. The stage with the end of the encoder, and every later
+        stage, sends the encoder's output.
         """
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
@@ -291,16 +291,16 @@ class T5(Model):
         Args:
             tokens: tokens of the encoder's text, [B, S] int64.
             decoder_tokens: tokens of the decoder's text so far, [B, T] int64; None to run only the encoder.
-            labels: token to predict at each place, [B, T] int64; the loss ignores labels of -100.
+            labels: token to predict at each position, [B, T] int64; the loss ignores labels of -100.
             sample_ids: global sample indices, [B] int64, which key the dropout masks; needed for training with dropout.
             document_ids, decoder_document_ids: index of each token's document, [B, S] and [B, T] int64; pass both
                 arguments or neither. A token attends only to tokens of its own document, in cross-attention too.
                 Padding counts as a separate document.
             hidden: hidden state from the previous stage, [B, S, D] or [B, T, D], for stages that begin inside a stack.
-                If a plan cuts the sequence, `hidden` is only this rank's part.
-            encoded: encoder's output, [B, S, D], for stages after the encoder; cut like `hidden`. A whole model that
-                gets `encoded` runs only the decoder, so that generation runs the encoder once.
-            places, decoder_places: global index of each token in its sample, [B, S] and [B, T] int64.
+                Under sequence parallelism, `hidden` is only this tp rank's part of the sequence.
+            encoded: encoder's output, [B, S, D], for stages after the encoder; sharded like `hidden`. A whole model
+                that gets `encoded` runs only the decoder, so that generation runs the encoder once.
+            places, decoder_places: position of each token in its whole sample, [B, S] and [B, T] int64.
             cache: key/value cache of the decoder's earlier tokens; this call adds `decoder_tokens` to the cache.
 
         Returns:
@@ -472,14 +472,14 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """Count the named piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
+        """Count the named pipeline piece's attention FLOPs (`Piece.attention_flops`). Padding is counted like text.
 
         Every token of the encoder attends to all tokens of the encoder.
         """
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """Count the FLOPs of the decoder's self-attention and cross-attention in the named piece.
+        """Count the FLOPs of the decoder's self-attention and cross-attention in the named pipeline piece.
 
         A decoder token attends to all earlier decoder tokens, on average half of the decoder's sequence, and to all
         encoder tokens.

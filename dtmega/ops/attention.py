@@ -4,18 +4,18 @@
     out = attention(q, k, v, rule)                               # [B, H, S, K]
 
 - CUDA, for rules with `fused=True` and K <= 256: FlexAttention. The bias is computed inside the kernel, not stored.
-- CPU, and CUDA with `fused=False`: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a
-  chunk reads only the keys that its queries may see, and the bias depends only on the distance. A single strip of
-  biases then serves every chunk as a view: [H, C, S] floats instead of [H, S, S] per layer. If places are not
+- CPU, and CUDA with `fused=False`: `scaled_dot_product_attention` over chunks of queries. If positions are consecutive,
+  a chunk reads only the keys that its queries may see, and the bias depends only on the distance. Every chunk's bias is
+  then a view of a single strip of biases: [H, C, S] floats instead of [H, S, S] per layer. If positions are not
   consecutive, or if there are documents, each chunk's bias is computed when the chunk is processed. On a CPU, the
   backward pass computes the bias again.
 - CPU with AMX or avx512_bf16, for bfloat16 tensors: batched products over chunks of queries (`cpu/attention.py`).
 - Plain formula over chunks of queries: for attention dropout unless the batched products run, and for a learned bias or
   a soft cap unless FlexAttention runs. No fused kernel supports a dropout mask that is keyed by global indices.
 
-The bias is in fp32 for every compute dtype. If `slope * place` were rounded to bf16, as in the original BLOOM, the bias
-would become a staircase. Distances are measured between places in the sequence, even if position ids restart in each
-document, because Megatron's ALiBi ignores those ids.
+The bias is in fp32 for every compute dtype. If `slope * position` were rounded to bf16, as in the original BLOOM,
+many neighbouring positions would get the same bias. Distances are measured between positions in the whole sequence
+(`places`), even if `position_ids` restart in each document, because Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _plain(
 
 
 def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_places: Tensor) -> Tensor:
-    """Drop and rescale probabilities [B, H, C, keys], for queries at places [B, C] and keys at places [B, keys]."""
+    """Drop and rescale probabilities [B, H, C, keys]. Queries have positions [B, C], keys have positions [B, keys]."""
     rows = keyed.attention_rows(dropout.key, dropout.sample_ids, dropout.head_ids, query_places)
     keep = keyed.keep(dropout.p, rows, key_places[:, None, None])
     return torch.where(keep, probabilities / (1 - dropout.p), 0.0)

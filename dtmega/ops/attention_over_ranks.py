@@ -1,7 +1,7 @@
-"""Attention in sequences whose tokens are divided among several ranks (context parallelism).
+"""Attention in sequences whose tokens are split over the cp ranks (context parallelism).
 
-The ranks either gather the keys and values of all tokens, or exchange tokens for heads, so that each rank computes
-attention over all tokens for some heads. `ContextParallel.by_heads` selects the form.
+Each rank either gathers the keys and values of all tokens, or exchanges tokens for heads with the other ranks and then
+computes attention over all tokens for some heads. `ContextParallel.by_heads` chooses between the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.ops.shared_rule import SharedRule
 
 Attend = Callable[..., Tensor]  # the type of `attention.attention`
 
-# Operators of the kernels. If backward recomputes the operations around a kernel, the kernel's results are kept.
+# Operators of the attention kernels. Their results are kept when backward gathers the keys and values again.
 KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     OPERATOR,
@@ -42,7 +42,7 @@ def attention_over_ranks(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute attention for this rank's tokens, [B, H, S / cp, K], in sequences that several ranks share."""
+    """Compute attention for this rank's tokens, [B, H, S / cp, K], in sequences that are split over the cp ranks."""
     context = shared.context
     if context.by_heads:
         if dropout is not None:

@@ -3,8 +3,8 @@
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
 
-A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
-its sample. Places are global and part of the batch, because a rank may hold any part of a sequence, in any order.
+A rule is a function of (sample, head, query's position, key's position). A token's position is its index in its whole
+sample. Positions (`places`) are part of the batch, because a cp rank may hold any part of a sequence, in any order.
 Documents and padding are given as document indices [B, S]: a query attends only to keys of its own document.
 The full mask [B, S, S] of all pairs is never built.
 
@@ -12,10 +12,10 @@ Two methods define the rule as a function of indices: `allowed` (the mask) and `
 both methods in its kernel; all other kernels evaluate both methods for one chunk of queries at a time. Two shortcuts
 avoid evaluating every pair:
 
-- On CUDA, the bounds of places and document indices show which blocks of pairs are entirely allowed or forbidden
-  (`block_mask.py`).
-- Elsewhere, if places are consecutive, one strip of biases serves all chunks of queries, because causality, windows,
-  ALiBi and tables depend on the distance alone.
+- On CUDA, the smallest and largest positions and document indices in each block of tokens show which blocks of pairs
+  are entirely allowed or forbidden (`block_mask.py`).
+- Elsewhere, if positions are consecutive, the bias of each chunk of queries is a view of one strip of biases, because
+  causality, windows, ALiBi and tables depend on the distance alone.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class AttentionRule(NamedTuple):
     """A batch's attention rule as tensors, built by `attention_rule`.
 
     Attributes:
-        query_places, key_places: places of the queries, [B, S] int32, and of the keys, [B, T] int32.
+        query_places, key_places: positions of the queries, [B, S] int32, and of the keys, [B, T] int32.
         query_documents, key_documents: document indices, [B, S] and [B, T]; a query attends only to keys of its own
             document. None if all tokens belong to one document.
         prefix: mask of the keys that causality does not hide, [B, T] bool.
-        slopes: one factor per head, [H]; the bias is factor x distance (place of the key - place of the query).
+        slopes: one factor per head, [H]; the bias is factor x distance (key's position - query's position).
         table: biases for the distances from -M to M, [H, 2 M + 1]; larger distances use the entry at the nearer end.
         strip: bias of the last chunk, [1, H or 1, C, columns], which contains the bias of every other chunk; None if
-            places are not consecutive, or if the rule has a `block_mask`.
+            positions are not consecutive, or if the rule has a `block_mask`.
         causal, window: arguments of `attention_rule`.
         block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
         cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
-        shared: rule for sequences that several ranks share; None if this process has whole sequences.
+        shared: rule for sequences that are split over the cp ranks; None if this rank has whole sequences.
     """
 
     query_places: Tensor
@@ -137,10 +137,10 @@ class AttentionRule(NamedTuple):
         return _chunk_size(self.query_places.shape[1], self.query_places.device)
 
     def chunks(self, size: int | None = None) -> Iterator[Chunk]:
-        """Cut all queries into chunks of `size` queries (default: `chunk_size`)."""
+        """Divide all queries into chunks of `size` queries (default: `chunk_size`)."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
-        n_cached = n_keys - n_queries  # used only with consecutive places; cached keys come before the first query
+        n_cached = n_keys - n_queries  # used only with consecutive positions; cached keys come before the first query
         size = size or self.chunk_size
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
@@ -160,13 +160,13 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip holds the bias of the last chunk. This chunk starts `shift` places earlier, so column j + `shift` of
-        # the strip is the bias of key j.
+        # The strip holds the bias of the last chunk. This chunk starts `shift` queries earlier, so column j + `shift`
+        # of the strip is the bias of key j.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 
     def bias_by_distance(self) -> Tensor | None:
-        """The bias for each distance, [H or 1, distances], for `bias_reversed`; None if there is no strip."""
+        """The bias for each distance, [H or 1, distances], as input for `bias_reversed`; None if there is no strip."""
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
@@ -178,8 +178,8 @@ class AttentionRule(NamedTuple):
     def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
         """The bias of a chunk, [B or 1, H or 1, queries, keys]. The queries are in reverse order.
 
-        In this order, all distances grow by 1 from each row to the next. The rows are therefore views of a single row
-        of numbers, and each view starts one number further right. The single row stays in the CPU's cache.
+        In this order, all distances grow by 1 from each row to the next. The rows are therefore views of `by_distance`,
+        each starting one element further right than the view before. `by_distance` is small and stays in the cache.
 
         Args:
             chunk: chunk of at most `chunk_size` queries.
@@ -258,26 +258,26 @@ def attention_rule(
     only. A query that sees no key gets the output 0.
 
     Args:
-        places: global places of the query tokens in their samples, [B, S] int.
-        causal: whether a query sees only the keys up to its own place.
-        window: smallest distance, in places, at which a query no longer sees a key; 0 for no limit.
+        places: positions of the query tokens in their whole samples, [B, S] int.
+        causal: whether a query sees only the keys up to its own position.
+        window: smallest distance at which a query no longer sees a key; 0 for no limit.
         document_ids: document of each query, [B, S] int; a query sees only the keys of its own document. Padding counts
             as a separate document.
         prefix: mask of the prefix keys, [B, T] bool; a query sees all prefix keys of its document, even keys after the
             query. With a cache, a prefix is allowed only while the cache is empty.
-        slopes: ALiBi slopes, [H]; the bias is slope x (place of the key - place of the query). Under tp, only the
-            slopes of this rank's heads.
-        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`); the bias is the entry for (place of the
-            key - place of the query), clamped to -M ... M. The table receives a gradient. Under tp, only the rows of
+        slopes: ALiBi slopes, [H]; the bias is slope x (key's position - query's position). Under tp, only the slopes of
             this rank's heads.
-        key_places, key_document_ids: places and documents of the keys, [B, T]; None if keys and queries belong to the
-            same tokens (unlike in cross-attention).
+        table: biases of relative positions, [H, 2 M + 1] (`distance_buckets`); the bias is the entry for (key's
+            position - query's position), clamped to -M ... M. The table receives a gradient. Under tp, only the rows
+            of this rank's heads.
+        key_places, key_document_ids: positions and documents of the keys, [B, T]; None if keys and queries belong to
+            the same tokens (unlike in cross-attention).
         cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
             so a rule with a cache serves only one forward pass, as do the copies that `with_window` makes.
         fused: whether to use a fused kernel on CUDA; False for attention dropout, or for lengths that occur only
-            once. If False, the host waits for the device once, to check whether places are consecutive.
-        context: ranks that share the sequences; all tensors [B, S] and [B, T] are this rank's parts. None if this
-            process has whole sequences.
+            once. If False, the host waits for the device once, to check whether positions are consecutive.
+        context: cp ranks over which the sequences are split; all tensors [B, S] and [B, T] are this rank's parts. None
+            if this rank has whole sequences.
     """
     if context is not None and cache is None:
         key_documents = document_ids if key_places is None else key_document_ids
@@ -292,8 +292,8 @@ def attention_rule(
         key_places, key_document_ids = cache.begin_forward(places, document_ids)
     attends_to_itself = key_places is None
     query_places = places.to(torch.int32)
-    # Copy the places, because torch 2.13 cannot compile a block whose custom autograd function receives the same tensor
-    # twice.
+    # Copy the positions, because torch 2.13 cannot compile a block whose custom autograd function receives the same
+    # tensor twice.
     keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
     documents = key_document_ids
     if attends_to_itself and document_ids is not None:
@@ -306,7 +306,7 @@ def attention_rule(
 
 
 def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
-    """Add a field that reduces a kernel's work: a block mask on CUDA, or a strip if places are consecutive."""
+    """Add a field that reduces a kernel's work: a block mask on CUDA, or a strip if positions are consecutive."""
     if rule.query_places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
     depends_on_distance = rule.adds or rule.causal or rule.window > 0

@@ -1,4 +1,4 @@
-"""FlexAttention's mask for an attention rule, built from bounds on the places and documents of each block of tokens."""
+"""FlexAttention's mask for an attention rule, built from the range of positions and documents in each token block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BLOCK = 128  # size of a block of FlexAttention's masks, in queries and in keys
 
 
 def block_mask(rule: Any) -> BlockMask:
-    """Build FlexAttention's mask from the bounds of places and document indices in each block of queries or keys.
+    """Build FlexAttention's mask from the smallest and largest position and document in each block of queries or keys.
 
-    A block of pairs is marked as full if the bounds prove that all pairs are allowed, as empty if the bounds prove that
-    no pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
+    A block of pairs is marked as full if these bounds prove that all pairs are allowed, as empty if they prove that no
+    pair is allowed, and as partial otherwise. In a partial block the kernel checks each pair, so marking a full
     block as partial costs time but does not change the result. `create_block_mask` would check all B S^2 pairs and
     would need 12 bytes of memory per pair (torch 2.13).
     """

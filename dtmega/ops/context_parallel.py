@@ -1,9 +1,9 @@
-"""Context parallelism: the cp ranks divide each sequence among themselves, and attention in each layer joins the parts.
+"""Context parallelism: each sequence is split over the cp ranks, and attention exchanges keys and values, or heads.
 
 Each rank holds S / cp tokens of each sequence. Under a causal mask, rank r holds slices r and 2 cp - 1 - r of 2 cp
 slices, so that all ranks compute the same number of token pairs (Llama 3, arXiv:2407.21783, section 3.3.2). With
 attention in both directions, rank r holds slice r of cp slices. Everything outside attention works on single tokens
-and needs no communication, because the batch contains the tokens' global places.
+and needs no communication, because the batch contains the tokens' global positions.
 
 Attention has two forms:
 
@@ -36,7 +36,7 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class ContextParallel(NamedTuple):
-    """The ranks that share sequences.
+    """The cp ranks, over which each sequence is split, and the form of their attention.
 
     Attributes:
         group: process group of the cp ranks.
@@ -124,13 +124,13 @@ def _in_order(parts: Tensor, dim: int, balanced: bool) -> Tensor:
     pieces = list(parts.unbind())
     if balanced:
         halves = [part.chunk(2, dim) for part in pieces]
-        # The second halves form the end of the sequence, in reverse rank order.
+        # Each rank's second slice lies in the second half of the sequence, in reverse rank order.
         pieces = [first for first, _ in halves] + [second for _, second in reversed(halves)]
     return torch.cat(pieces, dim)
 
 
 def _part(x: Tensor, rank: int, n: int, dim: int, balanced: bool) -> Tensor:
-    """Cut x along `dim` for `n` ranks and return the part that belongs to `rank`."""
+    """Split x along `dim` over `n` ranks and return the part that belongs to `rank`."""
     if not balanced:
         return x.chunk(n, dim)[rank]
     slices = x.chunk(2 * n, dim)
@@ -178,7 +178,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _View(NamedTuple):
-    """The position of a tensor within the memory that holds gathered keys and values."""
+    """The shape, strides and offset with which a tensor views the memory of the gathered keys and values."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -201,7 +201,7 @@ class _GatheredAgain:
         self._again: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return the object that autograd keeps for a tensor: a view's place in `gathered`, or the tensor itself."""
+        """Return what autograd keeps for a tensor: a `_View` if the tensor is a view of `gathered`, or the tensor."""
         if StorageWeakRef(tensor.untyped_storage()) != self._storage:
             return tensor
         self._n_views += 1

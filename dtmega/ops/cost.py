@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         decoder_flops: FLOPs of the products for decoder tokens, per decoder token.
         decoder_attention_flops: FLOPs of the decoder's self-attention, per decoder token and decoder key.
         cross_attention_flops: FLOPs of the decoder's attention to the encoder, per decoder token and encoder key.
-        begins_decoder: whether the piece is the first piece of a decoder that follows an encoder.
+        begins_decoder: whether the piece is the first of a decoder that follows an encoder.
         window: largest number of keys that a query sees; 0 for no limit.
         expert_elements: number of elements in the stacked weights of a mixture's experts, a part of `elements`.
         experts_per_token: number of the mixture's experts that a token uses; 0 if the piece is not a mixture.

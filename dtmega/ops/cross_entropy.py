@@ -1,6 +1,6 @@
 """Cross-entropy fused with the head's matrix product, so that the logits [N, V] of all tokens never exist at once.
 
-The vocabulary may be cut over ranks:
+The vocabulary may be sharded over ranks:
 
     loss = linear_cross_entropy(h, weight, labels)                         # one device
     loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same loss from this rank's rows
@@ -75,8 +75,8 @@ def linear_cross_entropy(
         weight: weight of the head, [V, D], in the dtype of h; with `group`, only this rank's rows, [V_local, D].
         labels: token ids in the whole vocabulary, [N] int64. The loss ignores labels of -100; any other label
             outside [0, n_valid) raises an index error.
-        bias: bias of the head, [V], in the dtype of h; with `group`, cut like the weight, [V_local]. The gradient of
-            the bias is summed over tokens in fp32.
+        bias: bias of the head, [V], in the dtype of h; with `group`, sharded like the weight, [V_local]. The gradient
+            of the bias is summed over tokens in fp32.
         label_weights: weight of each token's loss in the sum, [N] fp32; None if all weights are 1.
         label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
-    # Every chunk needs a collective, so all ranks must cut the tokens at the same places. The chunk size is therefore
+    # Every chunk needs a collective, so all ranks must use the same chunks of tokens. The chunk size is therefore
     # computed from numbers that are equal on all ranks, and not from V_local, which is smaller on the last rank.
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
@@ -213,7 +213,7 @@ def token_losses(
     Args:
         logits: this rank's columns of the logits, [N, V_local].
         labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
-        columns: place of this rank's columns among all columns.
+        columns: this rank's columns as a range of all ranks' columns.
         gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local]; may be the
             same tensor as `logits`; None for no derivatives. Padding columns are never read and get the gradient 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
@@ -335,7 +335,7 @@ def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
 def locate(
     n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> Columns:
-    """Find the place of this rank's `n_local` columns among the columns of all ranks in the group.
+    """Find out which of all columns of the vocabulary are this rank's `n_local` columns.
 
     If `vocab_start` or `n_valid` is None, one all-gather of all ranks' sizes provides the missing number.
     """

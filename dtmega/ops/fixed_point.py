@@ -1,8 +1,8 @@
 """Order-independent sums: terms are rounded to multiples of a power of two, and the rounded terms are added exactly.
 
 The bits of a floating-point sum depend on the order of its terms, and each layout adds the terms in a different order.
-An int64 sum has the same bits in every order, unless it wraps. Each term is therefore rounded once, to a grid, and all
-sums (over microbatches, stages and ranks) are then exact.
+An int64 sum has the same bits in every order, unless it wraps. Each term is therefore rounded once, to a multiple of
+2^exponent (a `Grid`), and all sums (over microbatches, stages and ranks) are then exact.
 
     grid = Grid.of(largest, n_terms)       # equal on all ranks: the expected largest term, the number of terms
     grid.add(total, term)                  # int64, in any order, on any rank
@@ -30,10 +30,10 @@ PIECE = 2**18  # number of elements to convert to fp64 at a time
 
 
 class Grid(NamedTuple):
-    """A grid of numbers: the multiples of 2^exponent.
+    """The multiples of 2^exponent, to which terms are rounded.
 
     Attributes:
-        exponent: binary exponent of the distance between neighbouring numbers.
+        exponent: binary exponent of the distance between neighbouring multiples.
         limit: largest allowed magnitude of a term. If all terms have this magnitude, the sum still fits into int64.
     """
 
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, largest: float, n_terms: int) -> Grid:
-        """Choose the finest grid on which `n_terms` terms of magnitude up to 2^HEADROOM x largest can be added.
+        """Choose the smallest exponent with which int64 can hold `n_terms` terms of up to 2^HEADROOM x largest.
 
         Args:
             largest: expected largest magnitude, positive; the function rounds it up to a power of two.
@@ -55,17 +55,17 @@ class Grid(NamedTuple):
     def add(
         self, total: Tensor, term: Tensor, scale: float = 1.0, seen: Callable[[int, Tensor], object] | None = None
     ) -> None:
-        """Round term / scale to the grid and add the result to `total`, a contiguous int64 tensor of the same shape.
+        """Round term / scale to a multiple of 2^exponent, and add the multiple to `total`.
 
         The caller must compare the term with `limit`, before or after the addition, because int64 wraps silently.
 
         Args:
-            total: sum so far.
+            total: sum so far, in units of 2^exponent; a contiguous int64 tensor in the shape of `term`.
             term: term to add, already multiplied by `scale`.
             scale: number by which the term is divided.
-            seen: function to call with the index and the integers of each piece; None for no function.
+            seen: function to call with the index and the integers of each block of PIECE elements; None for no call.
         """
-        # If the scale is a power of two, the product with this factor is exact in fp64.
+        # If the scale is a power of two, multiplying by this factor is exact in fp64.
         factor = math.ldexp(1.0, -self.exponent) / scale
         for number, (sums, piece) in enumerate(zip(_pieces(total), _pieces(term), strict=True)):
             integers = piece.double().mul_(factor).round_().to(torch.int64)
@@ -104,7 +104,7 @@ def scalar(term: Tensor) -> Tensor:
 def exact_or_infinite(totals: Tensor) -> Tensor:
     """Replace each total of at least `LARGEST_SCALAR` with infinity, because its bits may depend on the terms' order.
 
-    Losses are not negative, so every order of the terms leads to the same decision.
+    Losses are not negative, so a total reaches the limit either in every order of its terms or in none.
     """
     return totals.where(~(totals >= LARGEST_SCALAR), math.inf)
 

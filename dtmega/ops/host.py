@@ -20,7 +20,7 @@ class Host:
         return tensor.cpu()
 
     def read_sizes(self, sizes: Tensor, total: int) -> Tensor:
-        """The numbers of rows that this rank sends and receives, as a tensor on the host."""
+        """The numbers of rows that this rank sends to other ranks' experts and receives, as a tensor on the host."""
         return sizes.cpu()
 
     def must_skip(self, check: str) -> bool:
@@ -32,7 +32,7 @@ class Host:
         return mask.nonzero().squeeze(1)
 
     def each(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """Return all parts, in order."""
+        """Return all slices, in order, because a real host runs the work for each slice."""
         return parts
 
 
@@ -45,13 +45,13 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def read_sizes(sizes: Tensor, total: int) -> Tensor:
-    """The numbers of rows that this rank sends to and receives from each of n ranks, as a tensor on the host.
+    """The numbers of rows (a token for one of its experts) that this rank exchanges with each of n ep ranks.
 
-    The numbers depend on the data. A plan assumes that all ranks have equal loads, or that this rank has the largest
-    load.
+    The numbers depend on the data. A plan assumes that each rank receives as many rows as it sends, or that this rank
+    receives more, by a factor for uneven loads.
 
     Args:
-        sizes: numbers of rows to send and to receive, [2, n].
+        sizes: numbers of rows to send and to receive, [2, n]; the result is a copy on the host.
         total: total number of rows that this rank sends.
     """
     return _hosts[-1].read_sizes(sizes, total)
@@ -72,9 +72,9 @@ def must_skip(check: str) -> bool:
 
 
 def each(parts: Sequence[slice]) -> Iterable[slice]:
-    """The parts over which a loop iterates. The loop does the same work for all parts of equal length.
+    """The slices over which a caller's loop iterates. The loop does the same work for all slices of equal length.
 
-    For each length, a plan runs the work once and counts it for all parts of this length.
+    A plan runs the loop only once for each length, and counts the work for all slices of this length.
     """
     return _hosts[-1].each(parts)
 

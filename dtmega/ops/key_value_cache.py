@@ -4,8 +4,8 @@
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
     model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: attention also sees the prompt's keys
 
-A model only passes the cache to `attention_rule`, together with places and documents; the rule passes the cache on to
-`attention`. Places are global, so a cache does not change the formulas for masks and biases. Each rank stores the keys
+A model only passes the cache to `attention_rule`, with positions and documents; the rule passes the cache on to
+`attention`. Positions are global, so masks and biases have the same formulas with a cache. Each rank stores the keys
 and values that it computes: only for its own heads under tp, and only for its own layers in a pipeline.
 """
 
@@ -21,7 +21,7 @@ class KeyValueCache:
     """The keys and values of one model, or of one pipeline stage, for growing sequences. For inference only.
 
     Attributes:
-        places: places of the cached tokens, [B, P] int; None if no token is cached.
+        places: positions of the cached tokens, [B, P] int; None if no token is cached.
         documents: documents of the cached tokens, [B, P] int; None if all tokens belong to one document.
         inner: cache of a model that stores keys and values in its own way, namely transformers' `past_key_values` or,
             in a pipeline, a dict that maps each stage index to the stage's cache.
@@ -43,10 +43,10 @@ class KeyValueCache:
         """Add a forward pass's tokens to the cache. `append` then adds the tokens' keys and values, layer by layer.
 
         Args:
-            places, documents: places and documents of the new tokens, [B, S] int.
+            places, documents: positions and documents of the new tokens, [B, S] int.
 
         Returns:
-            Places and documents of all keys, [B, P + S], with cached keys before new keys.
+            Positions and documents of all keys, [B, P + S], with cached keys before new keys.
         """
         self._next_layer = 0
         self.places = _joined(self.places, places)

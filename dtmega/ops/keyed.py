@@ -2,7 +2,7 @@
 
 Without a state, a mask or an initial value is equal on all layouts, does not change when it is recomputed, and
 need not be stored in a checkpoint. The hash uses integers, and the normal values use only correctly rounded operations,
-so the bits do not depend on the device, the number of threads, or the place of an element in a tensor.
+so the bits do not depend on the device, the number of threads, or where an element lies in a tensor.
 
 The functions for hashes and normal values accept tensors or numpy arrays, because numpy is twice as fast as torch on a
 CPU.
@@ -26,7 +26,7 @@ BLOCK = 2**15  # number of normal values that a CPU thread computes at a time, s
 
 
 class Dropout(NamedTuple):
-    """Dropout of attention probabilities: a function of (key, sample, head, place of the query, place of the key)."""
+    """Dropout of attention probabilities, with a mask that depends on (key, sample, head, query and key positions)."""
 
     p: float
     key: Tensor  # int32 scalar, different for each dropout site
@@ -35,7 +35,7 @@ class Dropout(NamedTuple):
 
 
 def key(seed: int, name: str) -> int:
-    """A signed 32-bit key for everything drawn under `name`."""
+    """A signed 32-bit key for all random numbers that are drawn under `name`."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little", signed=True)
 
 
@@ -75,7 +75,7 @@ def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_plac
         key: key of the dropout site, int32 scalar.
         sample_ids: global indices of the samples, [B] int64.
         head_ids: global indices of the heads, [H] int32.
-        query_places: places of the queries, [B, C] int32.
+        query_places: positions of the queries, [B, C] int32.
     """
     rows = mix(fold(sample_ids) ^ key)[:, None, None] ^ head_ids[:, None]
     return mix(mix(rows) ^ query_places[:, None])
@@ -86,7 +86,7 @@ ROUNDS = 8
 
 
 def permuted(i: int, n: int, name: str) -> int:
-    """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), computed without a table.
+    """The number to which a permutation of 0 to n - 1 maps i. The permutation depends only on (n, name).
 
     A Feistel network permutes all two-digit numbers in base ceil(sqrt(n)), i.e. n numbers or slightly more.
     A result outside 0 to n - 1 goes through the network again until it lies in this range. The resulting mapping is
@@ -105,7 +105,7 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for all bits drawn under `name`. Pass the key to `draws`."""
+    """A 64-bit key, in [0, 2**64), for all random bits that `draws` computes with it."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

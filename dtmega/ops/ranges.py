@@ -26,7 +26,7 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
     """A context manager that marks the code inside as one range of the profile.
 
     Args:
-        what: name of the work, such as "forward".
+        what: name of the work inside the range, such as "forward".
         stage: index of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
         microbatch: index of the microbatch within the step, from 0; None for work of the whole step.
     """
@@ -44,9 +44,9 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
-    """Inside the `with` block, make `named` return the listener's context managers.
+    """Make `named` return the context managers of `listener` inside the `with` block.
 
-    The planner uses this function.
+    The planner uses this function to learn which stage and microbatch are being computed.
     """
     _listeners.append(listener)
     try:

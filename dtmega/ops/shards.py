@@ -48,8 +48,8 @@ def begin_at_same_place(a: Tensor, b: Tensor) -> bool:
 def boxes(tensor: Tensor) -> list[Box]:
     """All boxes of this rank's part of a tensor, except empty boxes.
 
-    A rank has several boxes if a dim is cut in parts. For example, GPT-2's [q | k | v] is cut so that each rank holds a
-    part of q, a part of k and a part of v.
+    A rank has several boxes if a dim holds several matrices that are each sharded. For example, GPT-2's [q | k | v] is
+    sharded so that each rank holds a shard of q, a shard of k and a shard of v.
     """
     part = local(tensor)
     if not isinstance(tensor, DTensor):
@@ -73,7 +73,7 @@ def boxes(tensor: Tensor) -> list[Box]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank. All ranks of the tensor's mesh must call this function together.
 
-    In torch 2.11, DTensor's own `full_tensor()` raises an error if a dim of the tensor is cut in parts.
+    In torch 2.11, DTensor's own `full_tensor()` raises an error if a dim is sharded in parts (see `in_parts`).
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -97,10 +97,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def in_parts(tensor: DTensor) -> bool:
-    """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
+    """True if a dim is sharded in parts, as in [q | k | v], so that a rank may hold several boxes of the tensor.
 
-    For a dim that is cut in parts, DTensor uses a strided placement. If FSDP2 and tp both cut dim 0, FSDP2's placement
-    is strided too, but each rank still holds a single box.
+    For such a dim, DTensor uses a strided placement. If FSDP2 and tp both shard dim 0, FSDP2's placement is strided
+    too, but each rank still holds a single box.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -111,9 +111,9 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The dim that FSDP2 must shard: dim 1 if dim 0 is already cut in parts, otherwise None (FSDP2's default, dim 0).
+    """The dim that FSDP2 must shard: dim 1 if tp shards dim 0 in parts, otherwise None (FSDP2's default, dim 0).
 
-    A second cut of dim 0 would mix up the parts.
+    If FSDP2 sharded such a dim 0 once more, the parts ([q | k | v]) would be mixed up.
     """
     if isinstance(parameter, DTensor) and in_parts(parameter) and any(_cuts(p, 0) for p in parameter.placements):
         return Shard(1)
@@ -123,7 +123,7 @@ def dim_to_cut(parameter: Tensor) -> Shard | None:
 def dim_of_experts(parameter: Tensor, n_shards: int) -> Shard:
     """The dim along which FSDP2 must shard a rank's experts, [E, ...]: the first dim that divides evenly, or dim 0.
 
-    If a rank has fewer experts than there are shards, a cut of dim 0 would leave some of the shards empty.
+    If a rank has fewer experts than there are shards, sharding dim 0 would leave some of the shards empty.
 
     Args:
         parameter: DTensor on a mesh with the dims (ep,) or (ep, tp).
@@ -144,7 +144,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
     """The indices of this rank's elements along `dim`, [n].
 
-    The function finds the indices by cutting the vector 0, 1, 2, ... with the placements of the tensor's dim.
+    The function finds the indices by sharding the vector 0, 1, 2, ... in the same way as the tensor's dim.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -157,7 +157,7 @@ def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
 
 
 def _part_of(numbers: Tensor, placement: Placement, n: int, place: int) -> Tensor:
-    """The part of a vector that a placement assigns to one of n ranks."""
+    """The part of a vector that a placement assigns to rank `place` of n ranks."""
     is_strided = isinstance(placement, _StridedShard)
     cut = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
     parts, _ = cut._split_tensor(numbers, n, with_padding=False)
@@ -169,8 +169,8 @@ class Runs(NamedTuple):
 
     Attributes:
         rows: runs (start, at, size) of consecutive rows. Rows [start, start + size) of the whole matrix are rows
-            [at, at + size) of the part.
-        columns: runs (start, at, size) of consecutive columns.
+            [at, at + size) of the rank's part.
+        columns: runs of consecutive columns, likewise.
     """
 
     rows: list[tuple[int, int, int]]
@@ -207,11 +207,11 @@ class Runs(NamedTuple):
 def runs_at(matrix: Tensor, place: Mapping[str, int]) -> Runs:
     """The elements of a matrix that a given rank holds.
 
-    tp cuts a matrix first. FSDP2 then cuts each part into pieces of equal size; the last pieces may be short or empty.
+    A matrix is sharded over tp first. FSDP2 then shards each tp shard; the last FSDP2 shards may be short or empty.
 
     Args:
         matrix: DTensor, or a plain tensor that is whole on all ranks. This rank may hold a different part of a DTensor.
-        place: name of each dim of the matrix's mesh -> coordinate of the given rank along the dim.
+        place: name of each dim of the matrix's mesh -> coordinate of the given rank along this dim.
     """
     runs = []
     for dim in range(2):

@@ -1,7 +1,7 @@
-"""The attention rule for sequences that several ranks share (context parallelism).
+"""The attention rule for sequences that are split over the cp ranks (context parallelism).
 
 Each rank computes the queries of its own tokens, or of its own heads. To a kernel, a run of consecutive queries with
-all earlier keys looks like the queries of a single process with a cache, so runs need no special kernels.
+all earlier keys looks like new tokens with a key/value cache on a single device, so no special kernels are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RunRule(NamedTuple):
     """The rule for a run of consecutive queries.
 
     Attributes:
-        start, stop: bounds of the run among the queries that the rank computes.
+        start, stop: range of the run within the queries that the rank computes.
         n_keys: number of keys, from the start of the sequence, that the queries may see.
         rule: attention rule for these queries and keys.
     """
@@ -31,10 +31,10 @@ class RunRule(NamedTuple):
 
 
 class SharedRule(NamedTuple):
-    """The rule for sequences that several ranks share.
+    """The rule for sequences that are split over the cp ranks.
 
     Attributes:
-        context: ranks that share the sequences.
+        context: cp ranks over which the sequences are split.
         runs: rules for the runs of queries that this rank computes.
         queries_balanced, keys_balanced: whether each rank holds two slices of the queries (or keys) instead of one.
     """
@@ -56,11 +56,11 @@ class SharedRule(NamedTuple):
 
 
 def shared_rule(part: Any, context: ContextParallel, crosses: bool, finish: Callable[[Any, bool], Any]) -> Any:
-    """Complete the rule for sequences that several ranks share.
+    """Complete the rule for sequences that are split over the cp ranks.
 
     Args:
         part: `AttentionRule` with this rank's parts of the query and key tensors.
-        context: ranks that share the sequences.
+        context: cp ranks over which the sequences are split.
         crosses: whether this is cross-attention, where keys and queries come from different tokens.
         finish: function that completes a rule for consecutive queries. The second argument of `finish` is True if the
             last key and the last query belong to the same token.

@@ -94,7 +94,7 @@ class CompiledPasses(Passes):
 
 
 def slices(n_tokens: int, n_rows: int) -> list[slice]:
-    """Cut `n_tokens` rows into slices of `n_rows` rows (of 1 row if `n_rows` is 0). The last slice may be smaller."""
+    """Slices that split `n_tokens` rows into blocks of `n_rows` (1 if `n_rows` is 0). The last one may be smaller."""
     n_rows = max(1, n_rows)
     return [slice(start, min(start + n_rows, n_tokens)) for start in range(0, n_tokens, n_rows)]
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cut a meta model into stages, run the stages in a schedule, and keep tied parameters equal."""
+"""Pipeline parallelism: split a meta model into stages, run them in a schedule, and keep tied parameters equal."""

@@ -29,8 +29,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
     Args:
         cfg: configuration of the run.
         pp: number of ranks in the pipeline.
-        pieces: pieces of the whole model.
-        data_size: number of data ranks that share the global batch.
+        pieces: pieces of the whole model (embedding, layers, head).
+        data_size: number of data ranks over which the global batch is split.
         compiled: whether blocks will be compiled.
 
     Raises:
@@ -109,7 +109,7 @@ class Pipeline:
         group: process group of the pp ranks.
         boundaries: one dict per stage except the last, with meta tensors for the tensors that the next stage receives.
         device: device on which this rank computes.
-        sums: stage index -> `Sums` object that sums gradients after each microbatch; {} to sum gradients once per step.
+        sums: stage index -> `Sums` object that accumulates the gradients of each microbatch; {} if torch's stages do.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run all microbatches forward and backward, add up gradients, and add the modules' sums to the tally."""
+        """Run all microbatches forward and backward, accumulate gradients, and add the outputs to the tally."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward only and add the modules' sums to the tally. The caller sets eval mode."""
+        """Run forward only and add the modules' outputs (losses, counts) to the tally. The caller sets eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:

@@ -1,4 +1,4 @@
-"""Cut a model into stages: decide which pieces each stage holds, and which stages each rank holds."""
+"""Assign a model's pieces (embedding, layers, head) to pipeline stages, and the stages to ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Stages(NamedTuple):
 
 
 def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
-    """Cut the pieces into stages, and assign the stages to ranks as the configured schedule requires.
+    """Split the pieces into stages, and assign the stages to ranks as the configured schedule requires.
 
     Raises:
         ValueError: the schedule cannot run with this number of stages per rank, the CSV file is invalid, or the pieces
-            cannot be cut into the number of stages.
+            cannot be split into this number of stages.
     """
     per_rank = stages_per_rank(cfg.pipeline)
     if cfg.pipeline.csv:
@@ -50,17 +50,17 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """The cost of a piece: its FLOPs per token in forward and backward (time), and its parameters (memory)."""
+    """The cost of a pipeline piece: its FLOPs per token in forward and backward (time), and its parameters (memory)."""
 
     flops: int
     parameters: int
 
 
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
-    """Find the contiguous cut into stages that minimises the slowest stage's time; as a tie-break, even out memory.
+    """Split consecutive pieces into stages so that the slowest stage is as fast as possible; ties even out memory.
 
     Every microbatch waits for the slowest stage, so the first aim is to minimise the FLOPs of the slowest stage. Among
-    cuts that reach this minimum, the sum of the stages' squared parameter counts is minimised. Among cuts that are
+    splits that reach this minimum, the sum of the stages' squared parameter counts is minimised. Among splits that are
     still equal, earlier stages get fewer pieces, because earlier stages keep the activations of more microbatches under
     1F1B. The result is an exact optimum, found by dynamic programming. No stage is empty.
     """
@@ -68,9 +68,9 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
     return list(_balanced(tuple(costs), n_stages))
 
 
-@functools.cache  # a search over layouts cuts a model into the same number of stages many times
+@functools.cache  # a search over layouts splits a model into the same number of stages many times
 def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
-    """Compute the cut that `balanced` returns, and cache it."""
+    """Compute the ranges of pieces that `balanced` returns, and cache them."""
     flops = [0, *accumulate(piece.flops for piece in costs)]
     parameters = [0, *accumulate(piece.parameters for piece in costs)]
     slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)
@@ -85,9 +85,9 @@ def _balanced(costs: tuple[Cost, ...], n_stages: int) -> tuple[range, ...]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost of any cut into stages, and the n_stages + 1 bounds of that cut.
+    """The smallest combined cost of any split into stages, and the n_stages + 1 bounds of the stages in that split.
 
-    Among several cuts with this cost, choose the cut whose last stage begins earliest. If several such cuts
+    Among several splits with this cost, choose the split whose last stage begins earliest. If several such splits
     remain, compare the second-to-last stages, and so on.
 
     Args:
@@ -96,7 +96,7 @@ def _best_cut(
         stage_cost: function (i, j) -> cost of a stage with the pieces i to j - 1.
         combine: function (cost, cost) -> combined cost of two stages, for example max or sum.
     """
-    # best[j] holds the cost and the bounds of the cheapest cut of the first j pieces into k stages. k begins at 1.
+    # best[j] holds the cost and the bounds of the cheapest split of the first j pieces into k stages. k begins at 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
@@ -123,7 +123,7 @@ def pieces_of_stages(
     labelled: float = 1.0,
     decoder_seq_len: int = 0,
 ) -> list[list[str]]:
-    """The names of each stage's pieces, either as listed in `[pipeline] stages` or balanced by cost.
+    """The names of the pieces in each stage, either as listed in `[pipeline] stages` or balanced by cost.
 
     With `[pipeline] split`, encoder and decoder have separate stages and are balanced separately. If each rank has one
     stage, `split` corresponds to Megatron's --pipeline-model-parallel-split-rank.
@@ -132,14 +132,13 @@ def pieces_of_stages(
     the piece needs. The embedding is a look-up, so the embedding costs no time. In memory, the embedding costs
     V D parameters, as much as the head, whether or not the two are tied.
 
-    *Example:* the head of BLOOM-176B takes as long as 1.44 layers. For 12 stages, the balanced cut has eleven stages
-    of 6 layers and a last stage with 4 layers and the head, so the slowest stage takes as long as 6 layers. The
-    published cut counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. With the
-    published cut, every step is 7 % longer, because the last stage takes as long as 6.44 layers. In return, the first
-    stage holds one layer fewer.
+    *Example:* the head of BLOOM-176B takes as long as 1.44 layers. With 12 balanced stages, eleven stages have 6 layers
+    and the last stage has 4 layers and the head, so the slowest stage takes as long as 6 layers. The published stages
+    count embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. Every step is then 7 %
+    longer, because the last stage takes as long as 6.44 layers. In return, the first stage holds one layer fewer.
 
     *Tip:* list `stages` yourself if memory is short. If the head takes as long as several layers (250k words, small
-    D), the balanced cut may leave the first and the last stage without any layer.
+    D), the first and the last of the balanced stages may have no layer at all.
 
     Args:
         pieces: pieces of the whole model.
@@ -150,7 +149,7 @@ def pieces_of_stages(
         decoder_seq_len: T, number of tokens in a decoder sequence; 0 if the model is not an encoder-decoder.
 
     Raises:
-        ValueError: there are more stages than layers; `stages` does not cut layers 0 to L - 1 into n_stages;
+        ValueError: there are more stages than layers; `stages` does not split layers 0 to L - 1 into n_stages;
             `split` is set together with `stages`, or for a model that is not an encoder-decoder; `split` leaves
             the encoder or the decoder without a stage.
     """

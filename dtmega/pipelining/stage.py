@@ -32,7 +32,7 @@ class Stage(PipelineStage):
 
     Args:
         module: module of the stage, called as module(**rows of a microbatch, **tensors from the previous stage). The
-            module returns the tensors for the next stage and the sums for the tally, keyed by name. An input tensor
+            module returns the tensors for the next stage, and losses and counts for the tally, by name. An input tensor
             that the module does not return is passed to the next stage unchanged.
         number: index of the stage.
         n_stages: number of stages in the pipeline.
@@ -40,11 +40,11 @@ class Stage(PipelineStage):
         group: process group of the pp ranks.
         before: tensors that the stage receives; empty for the first stage.
         after: tensors that the stage passes to the next stage; empty for the last stage.
-        take: function that takes the module's outputs and returns the sums that belong to the loss, each
-            with a factor (`Tally.add`).
+        take: function that takes the module's outputs and returns the terms of the loss, each with a factor
+            (`Tally.add`).
         n_microbatches: number of microbatches in a step.
-        sums: object that sums gradients over the data ranks after each microbatch; None if torch sums gradients once
-            per step.
+        sums: object that accumulates gradients, over data ranks too, after each microbatch; None if torch accumulates
+            gradients and reduces them once per step.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Stage(PipelineStage):
         # True if all earlier stages are frozen. Then no input needs a gradient, and backward has no input part.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
         self._sums, self._n_microbatches = sums, n_microbatches
-        self._n_summed = 0  # number of microbatches in this step whose gradients are summed
+        self._n_summed = 0  # number of this step's microbatches whose gradients `sums` has accumulated
         self._microbatch = 0  # index of the microbatch in backward
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -86,8 +86,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors for the next stage. The last stage returns the loss instead: the total of the sums that belong
-            to the loss, each multiplied by its factor.
+            The tensors for the next stage. The last stage returns the loss instead: the sum of its terms of the loss,
+            each multiplied by its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -96,8 +96,8 @@ class Stage(PipelineStage):
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum(((total * factor).sum() for total, factor in in_loss), zero)
         handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
-        # torch starts this stage's backward from the tensors for the next stage, so the sums are attached to one of
-        # these tensors.
+        # torch starts this stage's backward from the tensors for the next stage, so the stage's terms of the loss are
+        # attached to one of these tensors.
         if in_loss:
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
@@ -127,7 +127,7 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
-        """Run a backward or one of its parts. With `sums`, sum the gradients of weights once they are computed."""
+        """Run a backward, or its part for inputs or for weights. Let `sums` accumulate the weights' gradients."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # torch never sets `last_backward` for an input part, even if `backward_one_chunk` runs it as a whole backward.
@@ -136,7 +136,7 @@ class Stage(PipelineStage):
         return backward_and_sum(self._sums, self.submod, backward_type, bwd_kwargs, self._microbatch, last)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """End a step: sum the gradients over the data ranks, unless `sums` has summed them after each microbatch."""
+        """End a step: let torch reduce the gradients over the data ranks, or let `sums` finish, if there is one."""
         if self._sums is None:
             return super().perform_reduce_grad(grad_scale_factor)
         # An evaluation has no gradients.
@@ -160,7 +160,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """Return `carrier` unchanged. In backward, each total gets its factor as its gradient."""
+    """Return a copy of `carrier`. In backward, also give each of the stage's loss terms (`totals`) its gradient."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a stage's backward pass. Sum the weight gradients over the data ranks after each microbatch."""
+"""Run a stage's backward pass, and let a `Sums` object accumulate the weights' gradients of each microbatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 
 class Sums(Protocol):
-    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, which sum gradients per microbatch."""
+    """The interface of `fsdp.shard_sums.ShardSums` and `fsdp.exact.StageSums`, which accumulate a stage's gradients."""
 
     def expect(self, last: bool) -> None: ...
 
@@ -27,10 +27,10 @@ Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]  # (in
 def backward_and_sum(
     sums: Sums, module: nn.Module, backward_type: str, arguments: dict[str, Any], microbatch: int, last: bool
 ) -> Gradients:
-    """Run a backward pass, or only its weight part. Unlike torch's own method, this function lets FSDP2 sum gradients.
+    """Run a backward pass, or only its weight part. `sums` sets FSDP2's switches, which torch's method would turn off.
 
     Args:
-        sums: object that sums the gradients.
+        sums: object that accumulates the gradients.
         module: module of the stage.
         backward_type: "full" for a whole backward, or "weight" for the weight part.
         arguments: arguments that torch passes to the backward, keyed by name.
@@ -48,10 +48,10 @@ def backward_and_sum(
 
 
 def _backward_weights(sums: Sums, module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
-    """Compute the gradients of weights unit by unit, so that only one unit has whole gradients at a time.
+    """Compute the weights' gradients unit by unit, so that only one unit has unsharded gradients at a time.
 
     Args:
-        sums: object that sums the gradients of each unit.
+        sums: object that lists the units: sets of weights whose gradients FSDP2 reduces together.
         module: module of the stage.
         param_groups: torch's groups of weights, each with the gradients from which the weights' gradients are computed.
     """

@@ -33,8 +33,8 @@ def shared(
 
     Args:
         whole: whole model, in which tied names share one parameter.
-        parts: name of a piece -> modules that the piece needs.
-        stages: names of each stage's pieces.
+        parts: name of each pipeline piece -> modules that the piece needs.
+        stages: names of the pieces in each stage.
 
     Returns:
         First name of each shared parameter -> indices of the stages that share the parameter, in ascending order.
@@ -157,7 +157,7 @@ def copies_of_stages(world: World, cut: Stages, whole: Any, stages: Mapping[int,
 
     Args:
         world: processes and mesh.
-        cut: division of the whole model into stages.
+        cut: pieces of the model in each stage, and stages on each rank.
         whole: whole model (`models.model.Model`), on the meta device.
         stages: this rank's stages of the model, keyed by stage index.
     """

@@ -1,7 +1,7 @@
 """Extrapolate a step with all its microbatches from two shorter steps that differ by a few microbatches.
 
 The memory that a rank holds at an action grows linearly with the number of microbatches. Each microbatch adds buffers,
-rows of the batch, and messages that the schedule releases only at the end; in some schedules, it also adds activations.
+samples of the batch, and messages that the schedule frees only at the end; in some schedules, it also adds activations.
 The memory at each action of the whole step is therefore extrapolated linearly from the two shorter steps.
 """
 
@@ -20,7 +20,7 @@ from dtmega.planning.counting.role import ROWS, Role
 from dtmega.training.phases import COMPUTING
 
 LEAST = 3  # minimum number of microbatches in the shorter step: a first, a middle and a last microbatch
-State = Counter[tuple[int, str]]  # (stage, name of the quantity) -> number, see `_states`
+State = Counter[tuple[int, str]]  # (stage, name of a count or flag, as listed in `_states`) -> value
 
 
 class Runs(NamedTuple):
@@ -29,8 +29,8 @@ class Runs(NamedTuple):
     Attributes:
         shorter: number of microbatches in the first step.
         longer: number of microbatches in the second step; equal to `shorter` if nothing is extrapolated.
-        pairs: one dict per pipeline place. Each dict maps an action of the second step to the matching action of the
-            first step.
+        pairs: one dict per pp rank. Each dict maps an action of the second step to the matching action of the first
+            step.
     """
 
     shorter: int
@@ -88,7 +88,7 @@ def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> Runs:
 
 
 def _table(pipeline: config.Pipeline, pp: int, n: int) -> Table:
-    """The actions of each pipeline place; without a pipeline, one forward and one backward for each microbatch."""
+    """The actions of each pp rank; without a pipeline, one forward and one backward for each microbatch."""
     if pp > 1:
         return make_table(pipeline, pp, n)
     return [[Action(0, kind, microbatch) for microbatch in range(n) for kind in "FB"]]
@@ -141,8 +141,8 @@ def _states(row: Sequence[Action]) -> dict[Action, State]:
 
     For each stage, a state counts the microbatches that wait for backward ("F") or for the second part of backward
     ("W"). The state also records whether the stage has gradients ("some"), whether the gradients are complete ("all"),
-    and whether the action is the stage's last action of its kind ("last"). Gradients are summed over ranks in this last
-    action.
+    and whether the action is the stage's last action of its kind ("last"), in which gradients are reduced over the data
+    ranks.
     """
     left = Counter((action.stage, action.kind) for action in row)
     now: State = Counter()
@@ -193,7 +193,7 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
-    """A unique key for each span: the span's name, the latest pipeline action (up to this span), and a number."""
+    """Unique keys of spans: the span's action, the latest pipeline action, and a count among spans equal in both."""
     keys = []
     seen: Counter[tuple[str, str]] = Counter()
     previous = ""
@@ -209,7 +209,7 @@ def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
 def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
     """Extrapolate a span at the start of a step, when a rank still holds memory from the previous step.
 
-    In the plan, the previous step is the shorter step.
+    In the plan, the previous step is the shorter step; in a run, the previous step is a whole step.
     """
     left = _grown(role.held_shorter, role.held, times)
     added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
@@ -228,7 +228,7 @@ def _line(before: Span, span: Span, times: int) -> Span:
 
 
 def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:
-    """The bytes of each owner: `after` plus `times` times the increase from `before` to `after`."""
+    """The extrapolated bytes by owner: `after` plus `times` times the increase from `before` to `after`."""
     grown = {}
     for owner in itertools.chain(after, before.keys() - after.keys()):
         grown[owner] = after.get(owner, 0) + times * (after.get(owner, 0) - before.get(owner, 0))

@@ -3,9 +3,9 @@
     plan = plan_job(cfg, mesh.resolve(cfg.mesh, 384), torch.device("cuda", 0))
     plan.roles[0].peak.peak_bytes
 
-Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest parts. Each
-pipeline position therefore has one role. Positions whose stages hold equal pieces share a role, which is planned for
-the position with the most microbatches in flight.
+Ranks that differ only along dp, cp or tp do the same work, and the first of these ranks holds the largest shards. So
+there is at most one role per pp rank. The pp ranks whose stages hold equal pieces of the model share a role, and the
+one with the most microbatches in flight is run. `place` stands for a rank's coordinate on the pp axis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.planning.work import Work
 
-HELD_BETWEEN_PARTS = 0.5  # size of gradients between the two parts of backward, as a share of a microbatch in flight
+# Memory that a microbatch holds between its backward for inputs and its backward for weights, relative to its memory
+# between forward and backward. Only used to choose which of several pp ranks to run.
+HELD_BETWEEN_PARTS = 0.5
 RunRole = Callable[..., Role]  # function that runs `plan_role`
 
 
@@ -41,9 +43,9 @@ class Plan(NamedTuple):
         device: device of every rank.
         n_microbatches: number of microbatches in a step on each rank.
         table: pipeline actions for all microbatches; None without a pipeline.
-        stages: names of the pieces in each pipeline stage.
-        roles: plan of one rank per pipeline place, over all microbatches, keyed by place. Places that share a role
-            share a plan.
+        stages: names of the model's pieces in each pipeline stage.
+        roles: pp rank -> plan of a rank with this pp rank, over all microbatches. The pp ranks that share a role share
+            a plan.
         run_microbatches: number of microbatches in the longest step that was run; if it is less than
             `n_microbatches`, the remaining microbatches are extrapolated.
         imbalance: load of each planned rank's experts, as a multiple of the mean load in the rank's ep group.
@@ -75,12 +77,12 @@ class Plan(NamedTuple):
 
     @property
     def fullest(self) -> Role:
-        """The role with the highest peak."""
+        """The role with the largest peak memory."""
         return max(self.roles.values(), key=lambda role: role.peak.peak_bytes)
 
     @property
     def places_by_role(self) -> list[list[int]]:
-        """Groups of pipeline places that share a role, ordered by the first place of each group."""
+        """The pp ranks that share a role, one list per role, ordered by the first pp rank in each list."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, role in self.roles.items():
             places[id(role)].append(place)
@@ -123,7 +125,7 @@ def plan_job(
         kinds = [_kind(numbers, stages, pieces) for numbers in cut.ranks]
         held = in_flight(table, HELD_BETWEEN_PARTS)
         if sent_after(cfg.pipeline, sizes["pp"], n):
-            kinds = list(range(sizes["pp"]))  # places with equal work run a cell's two actions in different orders
+            kinds = list(range(sizes["pp"]))  # pp ranks with equal pieces order the two actions of a cell differently
     ranks_per_place = math.prod(sizes.values()) // sizes["pp"]
     planned: dict[object, Role] = {}
     for kind in dict.fromkeys(kinds):
@@ -159,12 +161,12 @@ def in_own_process(*arguments: Any) -> Role:
 
 
 def _kind(numbers: Sequence[int], stages: Sequence[Sequence[str]], pieces: Sequence[Piece]) -> tuple[object, ...]:
-    """A key that is the same for all places that do the same work.
+    """A key that is equal for all pp ranks that do the same work.
 
     Args:
-        numbers: indices of the stages at the place.
-        stages: names of the pieces of all stages.
-        pieces: all pieces of the model.
+        numbers: indices of the pp rank's stages.
+        stages: names of the pieces in each stage of the pipeline.
+        pieces: pieces of the whole model, with their costs.
     """
     costs = {piece.name: piece._replace(name="") for piece in pieces}
     key: list[object] = []

@@ -1,4 +1,4 @@
-"""Prove, when a run starts, that every adapter learns: train a small clone that is cut like the model.
+"""Check, when a run starts, that every adapter learns: train a small copy of the model with the run's sharding.
 
 If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
 not train, and no error occurs. This check detects such adapters. B starts at zero, so A has no gradient in the first
@@ -19,9 +19,9 @@ from dtmega.models.lora import A, B, adapters, draw_adapters, is_adapter
 from dtmega.models.model import Model
 from dtmega.ops.shards import local
 
-HEAD_DIM = 8  # size of the clone's attention heads
+HEAD_DIM = 8  # size of the small copy's attention heads
 SEED = 1
-RATE = 0.1  # learning rate of the clone's first step
+RATE = 0.1  # learning rate of the small copy's first step
 
 
 def everywhere(names: Iterable[str]) -> list[str]:
@@ -30,7 +30,7 @@ def everywhere(names: Iterable[str]) -> list[str]:
 
 
 def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
-    """Make the [model] section for a small two-layer clone of the run's model, which tp cuts like the run's model.
+    """Make the [model] section for a small two-layer copy of the run's model, which tp shards in the same way.
 
     Args:
         model: [model] section of the run.
@@ -62,11 +62,11 @@ def small_section(model: config.NativeModel, tp: int) -> config.NativeModel:
 
 
 def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
-    """Train a clone for two steps and return the names of this rank's adapters that do not learn.
+    """Train a small copy of the model for two steps. Return the names of this rank's adapters that do not learn.
 
     Args:
-        clone: cut and allocated clone with adapters. This function draws the clone's values.
-        rows: tensors of one microbatch.
+        clone: small copy with adapters, sharded and allocated. This function sets the initial values of its parameters.
+        rows: tensors of one microbatch, keyed by name.
     """
     _draw(clone)
     missing: list[str] = []

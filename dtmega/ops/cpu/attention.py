@@ -1,6 +1,6 @@
 """Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-The queries are processed in parts; each part has some samples, some heads and a few hundred places. One batched product
+Queries are processed in parts; each part has some samples, some heads and a few hundred tokens. One batched product
 computes a part's scores. The scores are turned into probabilities in fp32, as many rows at a time as fit into a core's
 cache. For short sequences, the probabilities are kept for the backward pass. For long sequences, the backward pass
 recomputes the probabilities from the logarithms of the softmax sums, as in FlashAttention (Dao et al.,
@@ -238,7 +238,7 @@ class _Part(NamedTuple):
         q: queries, [rows, heads, C, K], in reverse order.
         k, v: keys and values, [rows, groups, keys, K].
         bias: bias of the scores in base 2, [rows, heads, C, keys], as a view; None if there is no bias.
-        key_places: places of the keys, [rows, 1, 1, keys].
+        key_places: positions of the keys, [rows, 1, 1, keys].
         drops: dropout row keys (from `_row_keys`) for these queries, [rows, heads, C], in reverse order; None for
             no dropout.
     """
@@ -266,7 +266,7 @@ def _parts(
     scratch: _Scratch,
     dropout_rows: Tensor | None,
 ) -> Iterator[_Part]:
-    """Yield parts that together cover all pairs of queries and keys, in the order of the scores in `scratch.kept`."""
+    """Yield the parts, which together cover all pairs of queries and keys, in the order of `scratch.kept`."""
     rule = _in_base_2(rule)
     by_distance = _times_log2_e(rule.bias_by_distance())
     for rows in scratch.rows():
@@ -341,7 +341,7 @@ class _Scratch:
         self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
 
     def rows(self) -> Iterator[slice]:
-        """Yield slices of the batch's rows, one slice for each product."""
+        """Yield slices of the batch's rows; the rows in a slice go into the same batched product."""
         for first in range(0, self.n_rows, self.rows_at_a_time):
             yield slice(first, first + self.rows_at_a_time)
 
@@ -362,7 +362,7 @@ class _Scratch:
         return [tensor[:size].view(shape) for tensor in tensors]
 
     def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
-        """A piece of the scores, converted to fp32 and base 2, plus the bias, which is already in base 2."""
+        """The given slices of the scores, converted to fp32 and base 2, plus the bias, which is already in base 2."""
         x = self.wide[: scores.numel()].view(scores.shape).copy_(scores)
         if bias is None:
             return x.mul_(scale * LOG2_E)
@@ -376,9 +376,9 @@ def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
 
 
 def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Cut scores [rows, heads, C, keys] into pieces that fit the cache.
+    """Yield slices that divide scores [rows, heads, C, keys] into blocks that fit into the cache.
 
-    Each piece has several rows, or several heads of one row, or several queries of one head.
+    Each block has several rows, or several heads of one row, or several queries of one head.
     """
     n_rows, n_heads, n_queries, n_keys = scores.shape
     queries = max(1, CACHED_SCORES // n_keys)

@@ -23,7 +23,7 @@ MOMENTS = {
 
 
 class _Kind(NamedTuple):
-    """The properties that all parameters of a group share.
+    """The properties that all parameters of an optimizer's parameter group share.
 
     Attributes:
         is_matrix: whether the parameters are matrices; vectors (biases and norm weights) are not decayed.

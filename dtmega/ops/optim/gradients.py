@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
-    """The L2 norm over the local tensors of all ranks in `group`. Exactly one rank must pass each element."""
+    """The L2 norm over all ranks' local tensors. If several ranks of `group` hold an element, only one may pass it."""
     return math.sqrt(_sum(squared_norm(tensors), device, group))
 
 
@@ -39,7 +39,7 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
 
 
 def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
-    """The number of zeros in the local tensors of all ranks in `group`. Exactly one rank must pass each element."""
+    """The number of zeros in all ranks' local tensors. If several ranks hold an element, only one may pass it."""
     zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
     return int(_sum(zeros.to(torch.float64), device, group))
 

@@ -28,16 +28,16 @@ class Cut(NamedTuple):
     """The matrices that make up a weight, side by side along one dim. Each matrix is orthogonalised separately.
 
     Attributes:
-        dim: dim of the weight along which the matrices lie.
-        sizes: size of each matrix's piece in a pattern that repeats along `dim`; () if the weight is a single
-            matrix. With heads of size K, (K, K, K) stands for rows [head, (q, k, v), K].
+        dim: dim of the weight along which the matrices lie side by side.
+        sizes: numbers of consecutive rows (or columns, by `dim`) that belong to the first matrix, the second, and so
+            on; the pattern repeats along `dim`. () for a single matrix; (K, K, K) for rows [head, (q, k, v), K].
     """
 
     dim: int = 0
     sizes: tuple[int, ...] = ()
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """Views of a weight, one per size. In each view, two dims [repeats of the pattern, size] replace `dim`."""
+        """Views of a weight's matrices. In each view, two dims [repeats of the pattern, size] replace `dim`."""
         sizes = self.sizes or (weight.shape[self.dim],)
         return list(weight.unflatten(self.dim, (-1, sum(sizes))).split(sizes, self.dim + 1))
 
@@ -53,7 +53,7 @@ class Matrices(NamedTuple):
     """The weights that Muon trains in the whole model, and the ranks with the same pipeline stages as this rank.
 
     Attributes:
-        cuts: name of each weight -> division of the weight into matrices.
+        cuts: name of each weight -> matrices that the weight consists of.
         group: process group of the ranks with this rank's pipeline stages, in the order [dp_replicate, fsdp, tp].
         sizes: number of ranks along dp_replicate, fsdp and tp.
     """
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: parameter groups of the weights, in torch's format.
         others: optimizer for all other parameters. Muon takes over this optimizer's groups and state.
-        cuts: division of each weight into matrices.
+        cuts: matrices that each weight consists of.
         matrices: ranks that hold the weights.
         optim: section [optim] of the run's configuration.
     """

@@ -37,7 +37,7 @@ class _Owned(NamedTuple):
 
 
 class Owners:
-    """The division of matrices among ranks.
+    """The assignment of matrices to the ranks that own them.
 
     Args:
         matrices: matrices to divide, in the same order on all ranks of the group. Each is a DTensor on a mesh with some

@@ -10,7 +10,7 @@ from dtmega import config
 
 
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
-    """The learning rate of the update that brings the run to `progress`.
+    """The learning rate of an update, given the run's progress including this update.
 
     The curves are Megatron's (`optimizer_param_scheduler.py`), with one difference: progress includes the batch of the
     update itself, so that the first update already has an effect (Megatron's first update has rate 0).
@@ -40,7 +40,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
 
 
 def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The learning rate of the update that brings the run to `steps` steps and `samples` samples.
+    """The learning rate of an update, given the run's steps and samples including this update.
 
     Args:
         cfg: configuration of the run.
@@ -70,7 +70,7 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
 
 
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The weight decay of the update that brings the run to `steps` steps and `samples` samples.
+    """The weight decay of an update, given the run's steps and samples including this update.
 
     The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end when training ends. As in
     `learning_rate`, progress includes the batch of the update itself.

@@ -58,8 +58,8 @@ class RoleAnswer(NamedTuple):
 
     Attributes:
         plan: memory and work of one of the ranks.
-        places: pipeline places of the ranks.
-        ranks: numbers of the first and the last rank at each place.
+        places: coordinates of the ranks on the pp axis (pipeline places).
+        ranks: numbers of the first and the last rank at each pipeline place.
         traffic: messages of one rank.
         flops: operator -> number of floating-point operations on one rank.
         comparisons: comparisons of the counts with formulas from the literature.
@@ -114,8 +114,8 @@ class Answer(NamedTuple):
             shapes = {whole.full_name(name): parameter.shape for name, parameter in whole.named_parameters()}
             of_matrices = sum(shapes[name].numel() for name in whole.matrices())
             return torch.float32.itemsize * (3 * trained - of_matrices)
-        # Rounding drops the step counts, which the optimizer keeps per tensor. A place may hold only frozen weights, so
-        # use the place that holds the most trained weights.
+        # Rounding drops the step counts, which the optimizer keeps per tensor. A pp rank may hold only frozen weights,
+        # so use the role that holds the most trained weights.
         held = max((role.plan.held for role in self.roles), key=lambda held: held.get(PARAMETERS, 0))
         moments_per_weight = round(held.get(MOMENTS, 0) / held[PARAMETERS])
         return trained * torch.float32.itemsize * (1 + moments_per_weight)
@@ -242,7 +242,7 @@ def _comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _timeline(step: StepTime) -> list[list[dict[str, Any]]] | None:
-    """The simulated schedule: one list of timed actions per pipeline place; None without a pipeline."""
+    """The simulated schedule: one list of timed actions per pp rank; None without a pipeline."""
     if step.timeline is None:
         return None
     rows = []

@@ -17,18 +17,18 @@ from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices import formulas
 
-BLOCKS = "activations of "  # prefix of each block's name as an owner
+BLOCKS = "activations of "  # prefix under which the ledger lists each block's activations
 WITH_BUBBLE = ("GPipe", "1F1B", "Interleaved1F1B")  # schedules for which Narayanan et al. give a formula
 HALF = ("bfloat16", "float16")
 
 
 class Comparison(NamedTuple):
-    """A counted quantity, and the value that a formula gives for this quantity.
+    """A number from the plan (bytes, or the bubble's share), and the value that a formula gives for it.
 
     Attributes:
-        what: name of the quantity.
+        what: description of the number, such as "activations of layers".
         unit: "bytes", or "share" for a fraction of the step.
-        counted: counted value.
+        counted: value in the plan.
         formula: value of the formula.
         source: paper that states the formula, and the parts that the formula leaves out.
     """
@@ -48,12 +48,12 @@ class Comparison(NamedTuple):
 
 
 def compare_role(job: Job, plan: Plan, place: int, pieces: Sequence[Piece], elements: Elements) -> list[Comparison]:
-    """Compare the memory at a pipeline place with formulas.
+    """Compare the memory of a pp rank with formulas.
 
     Args:
         job: configuration, layout and hardware.
         plan: plan of the job.
-        place: index of the place in the pipeline.
+        place: coordinate of the rank on the pp axis.
         pieces: pieces of the whole model.
         elements: numbers of trained and of frozen weights in the model.
     """
@@ -80,7 +80,7 @@ def _has_layers_of_megatron(cfg: Config, pieces: Sequence[Piece]) -> bool:
 
 
 def _pieces_of(plan: Plan, place: int, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces of the model that a pipeline place holds."""
+    """The pieces of the model (embedding, layers, head) that the pp rank `place` holds."""
     if plan.table is None:
         return list(pieces)
     numbers = {action.stage for action in plan.table[place]}
@@ -105,7 +105,7 @@ def _states(job: Job, plan: Plan, place: int, mine: Sequence[Piece]) -> Comparis
 
 
 def _copies(plan: Plan, place: int, mine: Sequence[Piece]) -> int:
-    """The number of elements in a place's copies of shared weights.
+    """The number of elements in a pp rank's copies of weights that stages share.
 
     A stage without the model's first piece holds a copy of each weight that its pieces share with the first piece.
     """

@@ -23,7 +23,7 @@ from dtmega.training import accumulation, start
 
 FLAG = "--dry-run"
 OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve", "--imbalance")
-Elsewhere = tuple[int, torch.device, int | None] | None  # the same tuple as in `start.read_configuration`
+Elsewhere = tuple[int, torch.device, int | None] | None  # type of `elsewhere` in `start.read_configuration`
 INTERRUPTED = 130  # exit code that shells report for a process that SIGINT ended: 128 + 2
 FIRST = "dry run: nothing was started or written"
 

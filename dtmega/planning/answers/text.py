@@ -15,7 +15,7 @@ from dtmega.planning.plan import Plan
 from dtmega.training.out_of_memory import keys_to_turn
 
 CPU_ONLY = "for the CPU path only: ranks on CPUs with gloo; a GPU holds and computes other things (--device cuda)"
-SHOWN_SHARE = 0.01  # owners with a smaller share of the peak are combined
+SHOWN_SHARE = 0.01  # entries with a smaller share of the peak memory are combined
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -156,7 +156,7 @@ def _role(role: RoleAnswer, answer: Answer) -> list[str]:
 
 
 def _where(places: Sequence[int], plan: Plan) -> str:
-    """Describe a role's pipeline places in words."""
+    """Describe in words which pp ranks (pipeline places) have a role."""
     if plan.table is None:
         return "every rank"
     runs: list[list[int]] = []
@@ -170,7 +170,7 @@ def _where(places: Sequence[int], plan: Plan) -> str:
 
 
 def grouped(owners: Mapping[str, int]) -> dict[str, int]:
-    """Combine all blocks into one entry and all small owners into one last entry. Larger entries come first."""
+    """Shorten a table of bytes by owner: combine all blocks' activations, and all small entries. Sort by size."""
     blocks = [name for name in owners if name.startswith(BLOCKS)]
     result: dict[str, int] = defaultdict(int)
     for owner, n_bytes in owners.items():

@@ -82,7 +82,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def holding_everything(self, everything: bool = True) -> Iterator[None]:
-        """Set `everything` inside the `with` block; restore the old value afterwards."""
+        """Make fake tensors inside the `with` block, even where the program names no device (`everything`)."""
         before, self.everything = self.everything, everything
         try:
             yield
@@ -197,7 +197,7 @@ def on_fake_device(
     true_share: float = 1.0,
     imbalance: float = 1.0,
 ) -> Iterator[FakeDevice]:
-    """Inside the `with` block, be one rank of a job on a device that need not exist.
+    """Inside the `with` block, act as one rank of a job, on a device that need not exist.
 
     Args:
         device: fake device, "cuda:0" or "cpu".

@@ -1,4 +1,7 @@
-"""A ledger of the bytes on a fake device: the bytes of each owner, now and at the peak of each action."""
+"""A ledger of the bytes on a fake device, by owner, now and at the peak of each action.
+
+An owner says what the bytes are for: "parameters", "gradients", "activations of layers.0", and so on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class Span(NamedTuple):
     Attributes:
         action: name of the action, as in `Work.action`.
         peak_bytes: largest number of bytes held at any time during the action.
-        at_peak: bytes of each owner at the time of the peak.
+        at_peak: owner, such as "gradients" or "activations of layers.0" -> bytes at the time of the peak.
         held_bytes: number of bytes held at the end of the action.
     """
 
@@ -36,7 +39,7 @@ class Ledger:
     Attributes:
         device_type: type of the device.
         now_bytes: number of bytes held now.
-        owners: bytes of each owner now.
+        owners: owner, such as "gradients" or "activations of layers.0" -> bytes now.
         spans: actions that have ended, in order.
     """
 
@@ -57,7 +60,7 @@ class Ledger:
 
         Args:
             tensor: tensor whose storage is added.
-            owner: owner of the storage.
+            owner: owner to which the bytes are counted, such as "gradients".
             hidden: whether the storage takes no memory.
         """
         part = local_part(tensor)

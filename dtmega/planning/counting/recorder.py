@@ -34,7 +34,7 @@ class Recorder:
         device: fake device.
 
     Attributes:
-        ledger: memory by owner.
+        ledger: memory by owner ("gradients", "activations of layers.0", ...), now and at each action's peak.
         works: kernels and messages of the step, in the order in which the host launches them.
         streams: streams of the device; set when the device exists.
         groups: torch's name for each process group -> (name of the group in `World.groups`, size of the group).
@@ -55,7 +55,7 @@ class Recorder:
         self._phase = "build"
         self._block = ""
         self._named_owner = ""
-        self._exchanging = False  # whether FSDP is gathering weights or summing gradients
+        self._exchanging = False  # whether FSDP2 is gathering weights or reducing gradients
         self._outstanding: set[int] = set()  # asynchronous messages that no work has waited for yet
         self._waits_for_itself = False  # True from the launch of a synchronous message until the message's own wait
         self.name_storages: Callable[[], None] = _nothing
@@ -113,7 +113,7 @@ class Recorder:
             self._named_owner = before
 
     def watch_blocks(self, stage: nn.Module, blocks: list[nn.Module]) -> None:
-        """Make the recorder hold the name of the block that is computing, as the block is named in `stage`."""
+        """Make the recorder know which block of `stage` is computing, for the owner of the block's activations."""
         names = {module: name for name, module in stage.named_modules()}
         for block in blocks:
             call = block._compiled_call_impl or block._call_impl
@@ -128,7 +128,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def exchanges_of_fsdp(self) -> Iterator[None]:
-        """Inside the `with` block, assign an owner to the buffers in which FSDP2 gathers weights and sums gradients."""
+        """Inside the `with` block, give the buffers of FSDP2's all-gathers and reduce-scatters their own owner."""
 
         def noted(function: Any) -> Any:
             @functools.wraps(function)

@@ -1,6 +1,6 @@
 """Run the real `parallelize` and `train_step` of one rank on a fake device. Report the rank's memory and work.
 
-A role is a kind of rank. All ranks at one pipeline place do the same work, so one rank represents them all.
+A role is a group of ranks that do the same work, such as all ranks with the same pp rank. One rank represents them all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Role(NamedTuple):
     Attributes:
         rank: number of the rank.
         n_microbatches: number of microbatches in the step.
-        held: bytes of each owner between two steps.
+        held: owner of memory, such as "parameters" or "gradients" -> bytes on the rank between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order in which the host launches them.
         n_shorter: number of microbatches in the shorter step, which runs before this step and from which
@@ -71,7 +71,7 @@ class Role(NamedTuple):
 
     @property
     def peak(self) -> Span:
-        """The action with the highest peak."""
+        """The action during which the rank holds the most memory."""
         return max(self.spans, key=lambda span: span.peak_bytes)
 
 
@@ -136,7 +136,7 @@ def plan_role(
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
         step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
-        # Compute the positions of the unseen elements now, because the computation needs values, but a step's tensors
+        # Find the elements that affect no output (`Model.unseen`) now, because this needs values, but a step's tensors
         # have no values.
         _ = model.unseen_elements
         recorder.name_storages = lambda: name_storages(recorder, model, optimizer)
@@ -215,7 +215,7 @@ def _allocating(cfg: config.Config, fake_device: FakeDevice) -> Iterator[None]:
 
 
 def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Record the owner of each long-lived storage in the ledger. The owner is not known when the storage is made."""
+    """Tell the ledger which storages hold weights, gradients and moments, which is unknown when they are allocated."""
     give = recorder.ledger.give
     for _, parameter in model.named_parameters():
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)
@@ -236,7 +236,7 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
 
 
 def _name_fsdp(recorder: Recorder, module: nn.Module) -> None:
-    """Assign owners to the weights that FSDP2 has gathered, and to the gradients that FSDP2 has not yet summed."""
+    """Tell the ledger which storages hold gathered weights, and unsharded gradients that are not yet reduced."""
     state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
     group = state._fsdp_param_group
     if group is None:

@@ -22,9 +22,9 @@ from dtmega.planning.prices.fabric import Fabric, parse
 from dtmega.training import device_peaks
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measured product
+LONG_SIDE = {"cuda": 8192, "cpu": 1024}  # size of the two long sides of a measured matrix product
 LAUNCHES = 100
-ENOUGH_S = 0.05  # time in seconds; the first product that takes longer ends the series
+ENOUGH_S = 0.05  # no larger products are measured after the first product that takes longer than this
 LEAST_REPEATS = 5
 LEAST_S = 0.2  # minimum total time of the repetitions in one measurement
 GATHERS = 20
@@ -86,10 +86,10 @@ def write(fabric: Fabric, path: str) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """Measure products with increasing smallest sides. Return a list of (smallest side, FLOP/s).
+    """Measure matrix products with a growing smallest side. Return a list of (smallest side, FLOP/s).
 
-    The first product that takes longer than ENOUGH_S ends the list. The two remaining sides of each product are long,
-    as in a model: a small square product would mostly wait for its launch.
+    The first product that takes longer than ENOUGH_S ends the list. The other two sides of each product are long, as in
+    a model: a small square product would mostly wait for its launch.
     """
     points = []
     for side in SIDES:

@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a predicted step, in seconds.
+    """A predicted step's time, split by what takes the time, in seconds.
 
     Attributes:
         products_s: time of the matrix products.
