@@ -4,7 +4,7 @@
     python tests/hf_table.py gptj falcon        these, printed
 
 Each class is asked for with the sizes of its own default configuration, on meta. "Accepted" is what a start of the
-trainer says; "proven" is what `verify-plan --tp 2` finds on the small clone.
+trainer says; "proven" is what `verify-plan --tp 2` finds on the small copy.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_the_actions_below_the_areas_have_the_names_of_the_plan_and_each_its_own
 def test_the_owners_listed_for_each_place_are_all_that_stand_at_its_peak(planned, html):
     plan, _ = planned
     for place, role in plan.roles.items():
-        listed = html[html.index(f"place {place} (rank {role.rank}): {binary(role.peak.peak_bytes)} at") :]
+        listed = html[html.index(f"pipeline rank {place} (rank {role.rank}): {binary(role.peak.peak_bytes)} at") :]
         listed = listed[: listed.index("</details></details>")]
         cells = [Tags(cell).text for cell in re.findall(r"<td>(.*?)</td>", listed)]
         shown = dict(zip(cells[::4], cells[2::4], strict=True))

@@ -42,14 +42,14 @@ def prove(model: Any, ranks: ContextParallel, device: torch.device) -> None:
         truth, ours = (tiny.build(type(model), config, attention).to(device) for _ in range(2))
     except Exception as error:  # each family checks its sizes in its own way
         raise ValueError(
-            f"cp={size} of '{kind}' cannot be proven ([mesh] cp), since no small clone can be made: "
+            f"cp={size} of '{kind}' cannot be proven ([mesh] cp), since no small copy can be made: "
             f"{type(error).__name__}: {error}"
         ) from None
     try:
         errors = _deviations(ours, truth, length, ranks, device)
     except Exception as error:  # attention raises ValueError for unknown arguments; family code may raise any error
         raise ValueError(
-            f"cp={size} does not work with '{kind}' ([mesh] cp): its small clone raised {type(error).__name__}: {error}"
+            f"cp={size} does not work with '{kind}' ([mesh] cp): its small copy raised {type(error).__name__}: {error}"
         ) from None
     of_case = {("plain", name): error for name, error in errors.items()}
     verification = Verification(worst(of_case, [ranks.group], device.type), tolerance=TOLERANCE)

@@ -37,7 +37,7 @@ def prove(model: Any, device: torch.device) -> None:
         errors = deviations(model, device)
     except Exception as error:  # each family checks its sizes in its own way
         raise ValueError(
-            f"packed conversations cannot be proven for '{kind}': its small clone raised {type(error).__name__}: "
+            f"packed conversations cannot be proven for '{kind}': its small copy raised {type(error).__name__}: "
             f"{error}; {remedy}"
         ) from None
     of_case = {("packed", name): error for name, error in errors.items()}

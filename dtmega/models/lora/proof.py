@@ -113,6 +113,6 @@ def refusal(missing: list[str]) -> str:
     """The error message about adapters that do not learn."""
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return (
-        f"no gradient comes to {', '.join(missing[:3])}{more} of a small clone of the model: expected one for every "
+        f"no gradient comes to {', '.join(missing[:3])}{more} of a small copy of the model: expected one for every "
         f"adapter, got none, so that these layers would not learn ([lora] targets)"
     )

@@ -58,8 +58,8 @@ class RoleAnswer(NamedTuple):
 
     Attributes:
         plan: memory and work of one of the ranks.
-        places: coordinates of the ranks on the pp axis (pipeline places).
-        ranks: numbers of the first and the last rank at each pipeline place.
+        places: coordinates of the ranks on the pp axis (pipeline ranks).
+        ranks: numbers of the first and the last rank at each pipeline rank.
         traffic: messages of one rank.
         flops: operator -> number of floating-point operations on one rank.
         comparisons: comparisons of the counts with formulas from the literature.

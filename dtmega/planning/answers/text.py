@@ -156,7 +156,7 @@ def _role(role: RoleAnswer, answer: Answer) -> list[str]:
 
 
 def _where(places: Sequence[int], plan: Plan) -> str:
-    """Describe in words which pp ranks (pipeline places) have a role."""
+    """Describe in words which pp ranks (pipeline ranks) have a role."""
     if plan.table is None:
         return "every rank"
     runs: list[list[int]] = []
@@ -166,7 +166,7 @@ def _where(places: Sequence[int], plan: Plan) -> str:
         else:
             runs.append([place])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return f"pipeline place{'s' if len(places) > 1 else ''} {', '.join(parts)} of {len(plan.roles)}"
+    return f"pipeline rank{'s' if len(places) > 1 else ''} {', '.join(parts)} of {len(plan.roles)}"
 
 
 def grouped(owners: Mapping[str, int]) -> dict[str, int]:

@@ -14,8 +14,8 @@ from dtmega.training.phases import COMPUTING
 
 MAX_ACTIONS = 12_000  # maximum number of actions in a schedule; larger schedules are not drawn
 SCHEDULE_NOTE = (
-    "Each row is a place of the pipeline and begins when its first weights are there. What follows the last action, "
-    "such as the optimizer, ends where the rows end. The times of an action appear under the pointer."
+    "Each row is a pipeline rank, and begins when the rank has gathered its first weights. The work after the last "
+    "action, such as the optimizer, ends where the rows end. Point at an action to see its times."
 )
 
 

@@ -75,11 +75,11 @@ class Places(NamedTuple):
             return f"rank {self.role.rank}"
         first, last = self.numbers[0], self.numbers[-1]
         if len(self.numbers) == 1:
-            places = f"place {first}"
+            places = f"pipeline rank {first}"
         elif self.numbers == [*range(first, last + 1)]:
-            places = f"places {first} to {last}"
+            places = f"pipeline ranks {first} to {last}"
         else:
-            places = f"places {', '.join(map(str, self.numbers))}"
+            places = f"pipeline ranks {', '.join(map(str, self.numbers))}"
         return f"{places} (rank {self.role.rank})"
 
 

@@ -23,15 +23,15 @@ from dtmega.report.units import duration as long_time
 SHOWN_OWNERS = 10  # number of rows that are not folded away in a table of the memory's use
 FOOTER = "Written by <code>dtmega plan --page</code>. Zoom by dragging, back by a double click."
 MEMORY_NOTE = (
-    "Each area has the height that it has at the peak of the action, so the top of all areas is the peak. The actions "
-    "stand in the order in which the host launches them: 0F2 is the forward of stage 0 for microbatch 2, B a backward, "
-    "I and W its two parts."
+    "The areas show the memory at the peak of each action, so the top of all areas is the peak. The actions are in the "
+    "order in which the host launches them: 0F2 is the forward of stage 0 for microbatch 2, B is a backward, I and W "
+    "are its two parts."
 )
 
 
 PLACE_NOTE = (
-    "A place is one of the pipeline's ranks. Ranks that differ in other axes do alike, and places with the same "
-    "work share a plan."
+    "A pipeline rank is the index of a rank in its pipeline. Ranks with the same index do the same work, and so share "
+    "a plan; so do pipeline ranks with equal work."
 )
 
 

@@ -16,7 +16,7 @@ from dtmega.report.units import binary, seconds
 
 BETWEEN = "between stages"
 NOTE = (
-    "Means over the places of the pipeline. The bytes of a message are those of its largest buffer on one rank: the "
+    "Means over the pipeline ranks. The bytes of a message are those of its largest buffer on one rank: the "
     "output of an all-gather, the input of a reduce-scatter. Sends between stages count once; a rank's wait for them "
     "belongs to the bubble."
 )

@@ -96,7 +96,7 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     heads, hidden = _first(config, HEAD_KEYS), _first(config, HIDDEN_KEYS)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError(
-            f"a config of '{config.model_type}' has no number of heads or no hidden size, by which a clone could be "
+            f"a config of '{config.model_type}' has no number of heads or no hidden size, so no small copy can be "
             f"made (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -80,7 +80,7 @@ def verify(
         tiny.build(type(model), config, attention)
     except Exception as error:  # each family checks its sizes in its own way
         raise ValueError(
-            f"the plan of '{model.config.model_type}' cannot be proven, since no small clone can be made: "
+            f"the plan of '{model.config.model_type}' cannot be proven, since no small copy can be made: "
             f"{type(error).__name__}: {error}"
         ) from None
     seed = 3 + (mesh.get_local_rank() if own_batches else 0)
@@ -91,7 +91,7 @@ def verify(
         truth, ours = (tiny.build(type(model), config, attention).to(mesh.device_type) for _ in range(2))
         if missing := sorted(_classes(model) - _classes(truth)):
             raise ValueError(
-                f"the plan of '{model.config.model_type}' cannot be proven: its small clone has no {', '.join(missing)}"
+                f"the plan of '{model.config.model_type}' cannot be proven: its small copy has no {', '.join(missing)}"
             )
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded, seed=seed).items()}
         ours = parallelize(ours, mesh)

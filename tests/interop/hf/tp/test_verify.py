@@ -283,7 +283,7 @@ def test_a_table_says_what_is_wrong_by_its_worst_case():
     assert lines[3:] == ["plain: raised", "3 of 5 comparisons within 2e-05"]
 
 
-# ------------------------------------------------------------------------------------------------------ the small clone
+# ------------------------------------------------------------------------------------------------------ the small copy
 
 BIG = {"hidden_size": 512, "num_hidden_layers": 9, "intermediate_size": 999, "attention_dropout": 0.5}
 BIG |= {"num_attention_heads": 32, "vocab_size": 999, "max_position_embeddings": 999, "pad_token_id": 300}
@@ -379,7 +379,7 @@ def test_a_clone_without_what_the_model_has_proves_nothing_and_is_refused():
     model = hf_models.plain(Case("olmo2"))
     model.model.layers[1].mlp = torch.nn.Bilinear(2, 2, 2)
     mesh = Mock(ndim=1, device_type="cpu", size=lambda: 2)
-    with pytest.raises(ValueError, match="the plan of 'olmo2' cannot be proven: its small clone has no Bilinear"):
+    with pytest.raises(ValueError, match="the plan of 'olmo2' cannot be proven: its small copy has no Bilinear"):
         verify(model, mesh, Mock())
 
 
