@@ -54,7 +54,7 @@ class ObjectFile:
 
         Args:
             url: URL of the object.
-            key: key or option that names the URL, for messages.
+            key: configuration key or option that gave the URL, for messages.
 
         Raises:
             ValueError: the URL holds credentials, or the store does not answer.

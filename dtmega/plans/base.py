@@ -90,8 +90,8 @@ class Style(ParallelStyle):
     placements: ClassVar[Mapping[str, Placement]] = {}
     cost: tuple[str, str] = ("", "")  # collectives of a module: (without sequence parallelism, with it)
     of_heads = False  # whether replicated parameters are applied only to this rank's heads
-    enters = False  # whether the module is a separate region, in which case the style also acts as an Enter
-    inside = False  # whether the module computes on the input of its own region or of an enclosing region
+    enters = False  # whether the module forms a region of its own; its style then also does what `Enter` does
+    inside = False  # whether the module's input is the input of a region: its own region, or an enclosing one
     output_dim = 0  # dim of a linear layer's weight that contains the output features
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:

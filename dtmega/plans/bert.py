@@ -11,9 +11,9 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
     """The plan for a BERT model. Blocks are sharded as in BLOOM. In the two heads, only the vocabulary is sharded.
 
     With sequence parallelism, the masked-word head gathers its whole input [B, S, D], because labelled tokens are
-    selected from whole sequences. The sentence-order head gathers only the first position of each rank's slice. Up to
-    the product with the vocabulary, all ranks then compute identical results for the N labelled tokens, [N, D]. The
-    gradient of the product's input, [N, D], is all-reduced over tp. This all-reduce sends 15 % of the bytes that a
+    selected from whole sequences. The sentence-order head gathers only the first position of each rank's slice. From
+    there up to the vocabulary projection, all ranks compute identical results for the N labelled tokens, [N, D]. The
+    gradient of the projection's input, [N, D], is all-reduced over tp. This all-reduce sends 15 % of the bytes that a
     reduce-scatter over all tokens would send. After it, all gradients in `head` and `order` are complete on every rank,
     so no parameter in `head` or `order` has a partial gradient.
     """

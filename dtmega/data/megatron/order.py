@@ -98,7 +98,7 @@ def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
     """The range (start, end) of each split, as fractions of the corpus; None for an empty split.
 
-    A cache's description contains this list.
+    megatron-core writes this list into the description of each index cache.
 
     Source: `convert_split_vector_to_split_matrix` in megatron-core.
     """

@@ -167,7 +167,7 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
-    """Flatten nested dicts into (today's name, tensor) pairs, with layers numbered within the stage."""
+    """Flatten nested dicts into pairs (name in Megatron's current format, tensor); layers count within the stage."""
     seen: set[str] = set()
     # A malicious pickle may refer to one dict from many places, and `walk` would visit each place. So limit the number
     # of entries: in a valid file, the pickle has more bytes than entries.

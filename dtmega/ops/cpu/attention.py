@@ -352,7 +352,7 @@ class _Scratch:
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Views of the tensors in the shape of the scores q k^T, [rows, heads, C, keys]."""
+        """Views of this object's scratch tensors in the shape of the scores q k^T, [rows, heads, C queries, keys]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors

@@ -90,7 +90,7 @@ class FakeDevice:
             self.everything = before
 
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator without values and show the operator to the observer."""
+        """Run an operator on fake tensors, and inform the observer."""
         if self.sums.in_place(operator, args):
             operator = torch.ops.aten.add_.Tensor
         named = kwargs.get("device")

@@ -1,9 +1,9 @@
 """Stand-ins that compute no values, for kernels that torch would replace or refuse on a fake device.
 
 The stand-in for a GPU's fused attention kernels keeps the tensors that the real kernels keep for backward. Without the
-stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for the
-products of a mixture's experts accepts every dtype of the real kernels and has a FLOP formula. torch 2.13 supports only
-bf16 for fake tensors and has no FLOP formula for these products.
+stand-in, FlexAttention and `scaled_dot_product_attention` would build all scores, [B, H, S, S]. The stand-in for
+`grouped_mm`, which multiplies the tokens of all experts, accepts every dtype of the real kernel and has a FLOP formula.
+torch 2.13's own fake `grouped_mm` supports only bf16 and has no FLOP formula.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Condition(NamedTuple):
     Attributes:
         text: text and line of the condition, for messages.
         names: names of the condition's unknown variables, separated by blanks.
-        line: line of the condition.
+        line: number of the condition's line in the script.
     """
 
     text: str
@@ -39,8 +39,8 @@ class Launch(NamedTuple):
 
     Attributes:
         words: the command's words.
-        line: line of the command.
-        conditions: unknown conditions that decide whether the command runs.
+        line: number of the command's line in the script.
+        conditions: conditions of unknown result that decide whether the command runs.
         files: contents of the files that the script wrote before the command, keyed by path.
     """
 
