@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dtmega import config, families
 from dtmega.checkpoint.base import Base
 from dtmega.mesh import World
+from dtmega.models.initial import draw
 from dtmega.models.lora import is_adapter
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
@@ -148,6 +149,17 @@ def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, Base]:
     return model, base
 
 
+def are_drawn(model: ShardedModel, seed: int) -> bool:
+    """True if each A has the values that the seed gives the whole matrix."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lora_a"):
+            whole = torch.empty(parameter.shape)
+            draw(whole, name, seed, 1 / (3 * parameter.shape[1]) ** 0.5, 0.0)
+            if not all(torch.equal(box.part, whole[box.where]) for box in boxes(parameter.detach())):
+                return False
+    return True
+
+
 @torch.no_grad()
 def put_initial(model: ShardedModel) -> None:
     """Give A the values of the plain loop."""
@@ -172,12 +184,14 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Asked, str], p
     for asked, where in directories.items():
         cfg = configured(where, keys, asked)
         model, base = ready(cfg, world)
+        drawn = are_drawn(model, cfg.run.seed)
         put_initial(model)
         losses = steps(cfg, world, model)
         adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
         found[asked] = {
             "losses": max(abs(a / b - 1) for a, b in zip(losses, expected[asked]["losses"], strict=True)),
             "adapters": hf_train.errors(adapters, expected[asked]["adapters"]),
+            "drawn": drawn,
             "digests": base.digests,
             "bytes": sum(8 * local(p.detach()).numel() for p in model.counted_once().values() if p.requires_grad),
         }

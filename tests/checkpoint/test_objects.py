@@ -181,6 +181,16 @@ def test_a_store_that_does_not_answer_is_not_saved_and_the_older_one_stays(objec
     assert saved() == {2: 2.0}
 
 
+def test_a_save_whose_data_never_arrive_is_told_and_publishes_nothing(object_store):
+    with client(HASTY):
+        writer = Writer(keep=1)
+        writer.save(1)
+        object_store.fault = lambda request: "503" if request.method == "PUT" and request.key.endswith(".bin") else ""
+        assert "503 Service Unavailable" in writer.save(2)
+    assert names(object_store, 2) == []
+    assert saved() == {1: 1.0}
+
+
 def test_a_manifest_whose_answer_is_lost_keeps_its_data(object_store, hasty):
     writer = Writer(keep=1)
     writer.save(1)

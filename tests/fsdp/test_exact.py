@@ -374,6 +374,14 @@ def test_every_loss_norm_and_weight_has_the_bits_of_one_process(found, family: s
     assert held == truth.tensors[0].keys()
 
 
+@pytest.mark.parametrize(("family", "name"), [("gpt", "muon, tp 2 x dp_shard 2")])
+def test_a_sum_of_as_many_gradients_at_their_limit_as_a_step_has_fits_into_62_bits(found, family: str, name: str):
+    """A GPT's embedding is its head, too, and each of two tp ranks has a part of both gradients."""
+    n_gradients = 12 // B * 2 * 2
+    (limits,) = {grid.limit / 2.0**grid.exponent for grid in found[family, name][1].grids[0].values()}
+    assert 2**61 < n_gradients * limits <= 2**62
+
+
 NARROW = "layers.1.mlp.up.weight"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,10 @@ time.sleep(60)
     began = time.monotonic()
     assert run_rank(launcher, script, tmp_path, stopped=ready.exists) == 75
     assert time.monotonic() - began < 50
+
+
+def test_a_rank_that_a_signal_kills_while_the_driver_stops_ends_as_in_a_shell(launcher, tmp_path):
+    assert run_rank(launcher, "time.sleep(60)", tmp_path, stopped=lambda: True) == 128 + signal.SIGTERM
 
 
 def test_a_rank_has_rays_variables_the_store_of_an_agent_and_the_folder_of_the_driver(launcher, monkeypatch, tmp_path):

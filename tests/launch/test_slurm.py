@@ -125,7 +125,7 @@ def run_job(cluster: Path, attempts: list[Attempt], monkeypatch) -> list[int | s
 # The first attempt of each job makes a new step, so it counts for nothing.
 JOBS = {
     **{f"code {code}": ([Attempt(code)], [code]) for code in (0, 1, 2, 3, 4, 5)},
-    "signals": ([Attempt(75), Attempt(76)] * 3, ["requeued"] * 6),
+    "signals": ([Attempt(75)] * 5 + [Attempt(76)] * 5, ["requeued"] * 10),
     "hangs": ([Attempt(77)] * 6, ["requeued"] * 4 + [77]),
     "killed attempts": ([Attempt(None)] * 6, ["requeued"] * 4 + [1]),
     "lost nodes": ([Attempt(LOST)] * 6, ["lost"] * 5 + [77]),

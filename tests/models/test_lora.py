@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -45,12 +46,33 @@ def test_a_pattern_matches_the_whole_name_of_a_layer_or_its_end():
 def test_linears_are_all_linear_layers_of_the_blocks_and_all_else_is_frozen():
     with torch.device("meta"):
         whole = families.build(configured({"rank": 2}, {"name": "bloom", **SMALL}))
+        plain = families.build(configured({}, {"name": "bloom", **SMALL}))
     trained = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
     layers = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     assert trained == {f"layers.{i}.{layer}.lora_{x}" for i in range(2) for layer in layers for x in "ab"}
     d, r = 16, 2
     of_block = r * ((d + 3 * d) + (d + d) + (d + 4 * d) + (4 * d + d))
-    assert elements(whole.parameters()).trained == 2 * of_block
+    # The embedding is the head, too, and is counted once.
+    assert elements(whole.parameters()) == (2 * of_block, elements(plain.parameters()).trained)
+
+
+def test_the_first_matrices_are_drawn_as_wide_as_in_peft_and_from_the_seed_and_the_second_are_zero():
+    def drawn(seed: int) -> dict[str, torch.Tensor]:
+        model = {"name": "llama", **SMALL, "hidden_size": 128, "ffn_hidden_size": 512}
+        whole = families.build(configured({"rank": 32, "targets": ["mlp.up", "mlp.down"]}, model))
+        lora.draw_adapters(whole, seed)
+        return dict(lora.adapters(whole))
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert len(first) == 8
+    for name, matrix in first.items():
+        assert torch.equal(matrix, again[name])
+        if name.endswith("lora_b"):
+            assert not matrix.any()
+            continue
+        assert not torch.equal(matrix, other[name])
+        of_peft = torch.nn.init.kaiming_uniform_(torch.empty(32, matrix.shape[1]), a=math.sqrt(5))
+        assert matrix.std().item() == pytest.approx(of_peft.std().item(), rel=0.1)
 
 
 @pytest.mark.parametrize(

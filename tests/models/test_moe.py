@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,16 @@ def test_the_balance_loss_is_the_closed_form_of_each_document(keys: dict[str, An
 BALANCED: dict[str, Any] = {"n_experts": 4, "router_bias": True, "router_bias_rate": 0.125, "dense_layers": 1}
 
 
+def test_under_cp_the_documents_of_a_row_are_more_than_the_tokens_of_a_rank(monkeypatch):
+    """The second of two ranks has the documents 2 and 3 of the first row, and 0 and 1 of the second."""
+    monkeypatch.setattr(routing.functional, "all_reduce", lambda sums, *_: sums)
+    ranks: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
+    labels, documents = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[2, 3], [0, 1]])
+    texts = routing.texts_of(labels, documents, ranks, config.MoE())
+    assert len(texts.document.unique()) == 4
+    assert texts.length[texts.document].tolist() == [1] * 4
+
+
 def test_a_router_bias_follows_the_counts_of_one_training_step_and_of_nothing_else():
     model = small(config.MoE(**OURS | {"n_layers": 3}, **BALANCED))
     recompute(model, config.Recompute(mode="full"))
@@ -442,6 +453,19 @@ def test_a_cache_of_latent_vectors_holds_what_all_heads_share_and_gives_the_logi
         assert error(torch.cat(parts, 1), ours(tokens)) < 1e-5
     widths = {(latents.shape[1:], rotated.shape[1:]) for latents, rotated in cache._layers}
     assert widths == {((1, 12, 20), (1, 12, 6))}
+
+
+def test_only_the_layers_with_a_window_forget_in_latent_attention():
+    ours, _, _ = pair("DeepSeek-V3")
+    ours = small(ours.cfg.model_copy(update={"window": 3, "window_layers": [1]}))
+    x = torch.randn(1, 8, ours.cfg.hidden_size, generator=torch.Generator().manual_seed(0))
+    other = x.clone()
+    other[:, 0] += 1
+    rules, rotation = ours.rules_and_rotation(torch.arange(8).unsqueeze(0), None)
+    for layer, n_seeing in (("0", 8), ("1", 3)):
+        attend = ours.layers[layer].get_submodule("attn")
+        change = attend(x, rules, rotation) - attend(other, rules, rotation)
+        assert change.abs().amax((0, 2)).nonzero().flatten().tolist() == [*range(n_seeing)]
 
 
 @pytest.mark.parametrize(

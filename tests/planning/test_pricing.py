@@ -52,6 +52,8 @@ def test_a_ring_with_one_rank_in_each_node_is_as_fast_as_one_network_card():
 def test_a_ring_crosses_nodes_by_as_many_cards_as_it_has_ranks_in_each_and_never_faster_than_inside():
     two_of_each = collective_s("all-gather", [0, 1, 4, 5], 8_000)
     assert two_of_each == pytest.approx(2 * STEP_S + HOP_S + 3 / 4 * 8_000 / (2 * BETWEEN))
+    one_and_four = collective_s("all-gather", [3, 4, 5, 6, 7], 10_000)  # all that leaves rank 3's node takes its card
+    assert one_and_four == pytest.approx(3 * STEP_S + HOP_S + 4 / 5 * 10_000 / BETWEEN)
     all_of_three = collective_s("all-gather", list(range(12)), 12_000)
     assert all_of_three == pytest.approx(9 * STEP_S + 2 * HOP_S + 11 / 12 * 12_000 / min(INSIDE, 4 * BETWEEN))
 
@@ -61,6 +63,8 @@ def test_an_all_to_all_sends_each_pair_its_part_over_its_own_link():
     assert collective_s("all-to-all", [0, 1, 2, 3], 8_000) == pytest.approx(3 * STEP_S + 6_000 / INSIDE)
     crossing = collective_s("all-to-all", [0, 1, 4, 5], 8_000)
     assert crossing == pytest.approx(2 * STEP_S + HOP_S + max(2_000 / INSIDE, 4_000 / BETWEEN))
+    alone_in_its_node = collective_s("all-to-all", [3, 4, 5, 6, 7], 10_000)
+    assert alone_in_its_node == pytest.approx(3 * STEP_S + HOP_S + 4 * 2_000 / BETWEEN)
 
 
 def test_a_group_of_one_rank_sends_nothing():

@@ -182,7 +182,8 @@ def test_stages_of_a_place_that_is_left_out_are_matched_in_order():
     assert step_time(roles, table, TOY, mesh(4)).timeline == expected
 
 
-def test_a_collective_over_all_places_begins_when_the_last_rank_is_there():
+@pytest.mark.parametrize("axis", ["world", "loss", "pp", "pp 0+1"])
+def test_a_collective_over_all_places_begins_when_the_last_rank_is_there(axis: str):
     """Rank 0 ends last and then reduces for 1 s; rank 1 waits; then all join, and rank 1's optimizer is slower."""
     table = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     roles = {}
@@ -191,7 +192,7 @@ def test_a_collective_over_all_places_begins_when_the_last_rank_is_there():
             busy(f"{place}F0", 1),
             busy(f"{place}B0", 2),
             busy("reduction", reduce_s),
-            collective("norm", "world", 2, 1000, waits=(2,)),  # 500 bytes by 1,000 bytes/s
+            collective("norm", axis, 2, 1000, waits=(2,)),  # 500 bytes by 1,000 bytes/s
             busy("optimizer", optimizer_s, waits=(3,)),
         ]
     time = step_time(roles, table, TOY, mesh(2))

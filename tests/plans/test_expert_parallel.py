@@ -76,6 +76,10 @@ def divided() -> dict[str, Any]:
             dist.all_reduce(part, group=grid.get_group("efsdp"))
             gradients.append(full_tensor(parameter.grad))
         found[case] = results, gradients
+    module = experts()
+    module.up.requires_grad_(False)
+    divide(module, grid["ep"])
+    found["trained"] = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return found
 
 
@@ -94,6 +98,10 @@ def test_outputs_and_gradients_of_divided_experts_equal_those_of_one_process(by_
     for found in by_rank:
         for gradient, parameter in zip(found[case][1], module.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_weight_of_divided_experts_stays_frozen(by_rank):
+    assert [found["trained"] for found in by_rank] == [["gate", "down"]] * 4
 
 
 def sent_around() -> Any:

@@ -1,4 +1,4 @@
-"""Latent attention over tp: every gradient is that of one process."""
+"""Latent attention and the losses of routers over tp: every gradient is that of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.plans.test_plans import V, deviations, with_values
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": V, "hidden_size": 24, "n_layers": 2, "n_heads": 4, "ffn_hidden_size": 32, "dense_layers": 1},
-    **{"n_experts": 4, "expert_ffn_hidden_size": 16},
+    **{"n_experts": 4, "expert_ffn_hidden_size": 16, "balance_loss": 0.1, "router_z_loss": 0.1},
     **{"kv_latent_size": 12, "kv_channels": 8, "rotary_channels": 4, "v_channels": 6},
 }
 
@@ -38,7 +38,7 @@ def errors_by_case() -> dict[str, dict[str, float]]:
     return found
 
 
-def test_every_gradient_of_latent_attention_over_tp_is_that_of_one_process():
+def test_every_gradient_of_latent_attention_and_of_routers_over_tp_is_that_of_one_process():
     for found in ranks.run(2, errors_by_case):
         for case, errors in found.items():
             assert {name: e for name, e in errors.items() if not e < 1e-5} == {}, case

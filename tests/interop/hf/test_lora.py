@@ -57,6 +57,7 @@ def measured(repeating: bool = False) -> dict[str, list[dict[Asked, Any]]]:
 def check_steps(layout: str, repeating: bool) -> None:
     for found in measured(repeating)[layout]:
         for asked, numbers in found.items():
+            assert numbers["drawn"], asked
             assert numbers["losses"] <= LOSS, asked
             worst = max(numbers["adapters"].items(), key=lambda item: item[1], default=("", 0.0))
             assert worst[1] <= STEPPED, (asked, worst)

@@ -57,6 +57,7 @@ class _Parser:
         self._write = write
         self._depth = depth
         self._at = 0
+        self._n_skipping = 0  # number of operands around the current token that bash does not evaluate
         self.token = ""
         self._kind = ""
         self._advance()
@@ -94,9 +95,9 @@ class _Parser:
         value = self._binary(0)
         if self.token == "?":
             self._advance()
-            first = self._choice()
+            first = self._operand_of(self._choice, skips=not value)
             self._expect(":")
-            second = self._choice()
+            second = self._operand_of(self._choice, skips=bool(value))
             value = first if value else second
         self._depth -= 1
         return value
@@ -108,7 +109,17 @@ class _Parser:
         value = self._binary(level + 1)
         while self._kind == "operator" and self.token in levels[level]:
             operator = self._advance()
-            value = _wrapped(_apply(operator, value, self._binary(level + 1)))
+            is_decided = operator == ("||" if value else "&&")
+            right = self._operand_of(lambda: self._binary(level + 1), skips=is_decided)
+            if not self._n_skipping:
+                value = _wrapped(_apply(operator, value, right))
+        return value
+
+    def _operand_of(self, parse: Callable[[], int], skips: bool) -> int:
+        """Parse an operand of `&&`, `||` or `? :`. Bash skips an operand that cannot change the result."""
+        self._n_skipping += skips
+        value = parse()
+        self._n_skipping -= skips
         return value
 
     def _power(self) -> int:
@@ -116,6 +127,8 @@ class _Parser:
         if self.token == "**":
             self._advance()
             exponent = self._power()
+            if self._n_skipping:
+                return 0
             if not 0 <= exponent < BITS * BITS:
                 raise NotKnown
             value = _wrapped(pow(value, exponent, 1 << (2 * BITS)) if value >= 0 else value**exponent)
@@ -161,9 +174,13 @@ class _Parser:
         return self._value(token)
 
     def _value(self, name: str) -> int:
+        if self._n_skipping:
+            return 0
         return evaluate(self._read(name), self._read, self._write, self._depth + 1)
 
     def _assign(self, name: str, operator: str, operand: int) -> int:
+        if self._n_skipping:
+            return 0
         value = _apply(operator, self._value(name), operand) if operator else operand
         self._write(name, str(value))
         return value
