@@ -16,7 +16,7 @@ from dtmega.planning.plan import plan_job, time_step
 from dtmega.planning.prices import fabric
 from dtmega.planning.search.estimate import Estimator
 from dtmega.planning.search.layout import SECTIONS, Layout, describe
-from dtmega.training import checks, parallelize
+from dtmega.training import checks, choices
 
 WORLD = 8
 BLOOM = "--config bloom-7b1.toml --model.n_layers 4 --batch.global_batch_size 32 --batch.rampup []"
@@ -60,7 +60,7 @@ def row(arguments: str) -> str:
     gpu, a100 = torch.device("cuda", 0), fabric.load("a100-ib")
     cfg = families.resolve(config.load(shlex.split(arguments)))
     if cfg.precision.params == "auto":
-        cfg = parallelize.with_params_dtype(cfg, "bfloat16")
+        cfg = choices.with_params_dtype(cfg, "bfloat16")
     sizes = mesh.resolve(cfg.mesh, WORLD)
     checks.check(cfg, sizes, gpu)
     layout = layout_of(cfg, sizes)

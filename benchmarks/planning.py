@@ -23,7 +23,7 @@ import torch
 from dtmega import config, families, mesh
 from dtmega.planning.counting.role import plan_role
 from dtmega.planning.extrapolation import enough_microbatches
-from dtmega.training import checks, parallelize
+from dtmega.training import checks, choices
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 STAGES_176B = [5, *[6] * 10, 5]  # layers
@@ -105,9 +105,9 @@ def cost(name: str, place: int) -> Cost:
         flags += ["--pipeline.stages", stages_176b()]
     cfg = families.resolve(config.load(flags))
     sizes = mesh.resolve(cfg.mesh, job.world_size)
-    cfg = parallelize.with_micro_batch_size(cfg, sizes)
+    cfg = choices.with_micro_batch_size(cfg, sizes)
     if cfg.precision.params == "auto":
-        cfg = parallelize.with_params_dtype(cfg, "bfloat16")
+        cfg = choices.with_params_dtype(cfg, "bfloat16")
     checks.check(cfg, sizes, job.device)
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     n = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)

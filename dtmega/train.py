@@ -49,7 +49,7 @@ from dtmega.training.metrics import Metrics, several
 from dtmega.training.pace import Pace
 from dtmega.training.phases import REDUCE
 from dtmega.training.profile import take_request
-from dtmega.training.rank_log import RankLog
+from dtmega.training.records.rank_log import RankLog
 from dtmega.training.step import Run, check_same_batch, train_step
 
 FINISHED = "finished"

@@ -33,7 +33,8 @@ from dtmega.models.generate import Sampling, generate
 from dtmega.ops import cost, optim
 from dtmega.ops.shards import local
 from dtmega.training.checks import check
-from dtmega.training.parallelize import parallelize, with_micro_batch_size
+from dtmega.training.choices import with_micro_batch_size
+from dtmega.training.parallelize import parallelize
 
 # %% tags=["parameters"]
 directory = "runs/one-gpu/model"

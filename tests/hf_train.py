@@ -35,7 +35,8 @@ from dtmega.ops import optim, shards
 from dtmega.ops.optim import Spikes
 from dtmega.ops.shards import local
 from dtmega.training.checks import check
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import count, train_step
 from tests import hf_models, ranks
 from tests.hf_models import Case

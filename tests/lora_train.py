@@ -26,7 +26,8 @@ from dtmega.models.lora import is_adapter
 from dtmega.ops import optim
 from dtmega.ops.optim import Spikes
 from dtmega.ops.shards import boxes, local
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import train_step
 from tests import hf_models, hf_train
 from tests.hf_models import Case

@@ -12,7 +12,7 @@ import pytest
 from dtmega import config, families
 from dtmega.config.schema import SectionClasses
 from dtmega.distributed.agreement import same_job
-from dtmega.training import parallelize, start
+from dtmega.training import sharded_model, start
 from tests import layouts
 from tests.test_house import ROOT, imports
 from tests.test_train import losses, run
@@ -76,7 +76,7 @@ def test_a_resumed_run_draws_no_value_that_its_checkpoint_overwrites(tmp_path, c
     assert run(tmp_path / "whole", corpus) == 0
     assert run(tmp_path / "cut", corpus, train__exit_interval=5) == 0
     drawn = []
-    monkeypatch.setattr(parallelize, "init_weights", lambda *_: drawn.append(1))
+    monkeypatch.setattr(sharded_model, "init_weights", lambda *_: drawn.append(1))
     assert run(tmp_path / "cut", corpus) == 0
     assert drawn == []
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -24,7 +24,7 @@ from dtmega.distributed import exit_codes
 from dtmega.models.bloom import Block
 from dtmega.ops.optim import Spikes
 from dtmega.training import start
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import KEYS, LAYOUTS, Record, Training, deviation, flags, rest, train_all, whole
 

@@ -23,7 +23,8 @@ from dtmega.mesh import World
 from dtmega.ops import cost, cross_entropy
 from dtmega.ops.shards import local
 from dtmega.training import evaluate, step
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from tests import test_wire
 from tests.test_wire import Wire, settings
 

@@ -63,8 +63,8 @@ def test_only_families_brings_models_and_plans_together():
         and any(in_room(target, "dtmega.plans") for target in targets)
         and not in_room(module, "dtmega.interop")
     ]
-    # `parallelize` draws the values of one and sums the gradients of the other, whatever the family.
-    assert sorted(both) == ["dtmega.families", "dtmega.training.parallelize"]
+    # The last two take any model and any plan: they shard the model, draw its values and sum its gradients.
+    assert sorted(both) == ["dtmega.families", "dtmega.training.parallelize", "dtmega.training.sharded_model"]
 
 
 def test_the_tests_of_a_module_lie_where_the_module_lies():

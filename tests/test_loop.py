@@ -34,7 +34,7 @@ from dtmega.data.text import Text, open_text
 from dtmega.distributed.watchdog import Watch
 from dtmega.ops import optim
 from dtmega.training import device_peaks
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import DEBUG, write_text
 from tests.models.test_bloom import hf_name
 from tests.ops.test_optim import megatron

@@ -18,7 +18,7 @@ from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.text import open_text
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
-from dtmega.training import parallelize, step
+from dtmega.training import sharded_model, step
 from tests import layouts
 from tests.layouts import (
     DEBUG,
@@ -282,7 +282,7 @@ def mean_of_the_ranks_means() -> None:
 
 
 def norm_gradients_of_the_own_tokens_only() -> None:
-    put(parallelize, "sum_partial_gradients", lambda model, names, mesh: None)
+    put(sharded_model, "sum_partial_gradients", lambda model, names, mesh: None)
 
 
 def dropout_of_the_own_part_only() -> None:
@@ -311,7 +311,7 @@ def test_a_planted_error_is_seen(run, plant, keys):
 
 def one_bit_of_a_replica() -> None:
     """Plant another LayerNorm weight on rank 1 before the second step."""
-    honest, steps = parallelize.ShardedModel.forward_backward, []
+    honest, steps = sharded_model.ShardedModel.forward_backward, []
 
     def forward_backward(self, microbatches, counts, scale=None):
         steps.append(None)
@@ -320,7 +320,7 @@ def one_bit_of_a_replica() -> None:
             weight.detach().view(torch.int32)[5] ^= 1 << 12  # the last bit may be lost in the update's rounding
         return honest(self, microbatches, counts, scale)
 
-    parallelize.ShardedModel.forward_backward = forward_backward
+    sharded_model.ShardedModel.forward_backward = forward_backward
 
 
 @pytest.mark.parametrize("keys", [TP2 | FEW_LAYERS, {"mesh.dp_replicate": 2} | FEW_LAYERS])

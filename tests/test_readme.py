@@ -21,7 +21,7 @@ from dtmega.cli import commands as dtmega_commands
 from dtmega.data.loader import TrainBatches
 from dtmega.planning.answers import dry_run
 from dtmega.training.checks import check
-from dtmega.training.parallelize import with_micro_batch_size
+from dtmega.training.choices import with_micro_batch_size
 from tests import hf_models
 from tools import configuration_page
 

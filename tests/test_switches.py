@@ -13,7 +13,7 @@ from dtmega import config
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import open_text
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import Record
 from tests.test_faults import alone

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dtmega import config, mesh
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
-from dtmega.training.parallelize import with_micro_batch_size
+from dtmega.training.choices import with_micro_batch_size
 
 MAX_RANKS = 256  # maximum number of ranks in a mesh; larger meshes are not drawn
 MAX_ACTIONS = 3000  # maximum number of actions in a schedule; larger schedules are not drawn

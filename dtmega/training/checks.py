@@ -11,7 +11,7 @@ from dtmega.ops import cost, optim
 from dtmega.pipelining import schedule
 from dtmega.plans.expert_parallel import check_divisible
 from dtmega.training import exact
-from dtmega.training.parallelize import compiling
+from dtmega.training.choices import compiling
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:

@@ -14,360 +14,37 @@ anything starts, `checks.py` refuses combinations that cannot work.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, families, mesh
-from dtmega.checkpoint import starting
-from dtmega.checkpoint.base import Base, location
-from dtmega.data.objectives.objective import Objective
-from dtmega.data.objectives.sums import Tally
-from dtmega.distributed import replica_check
-from dtmega.formats.sources import Source
-from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
-from dtmega.fsdp.exact import ExactSums
+from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, reshards, wraps
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
 from dtmega.mesh import World
-from dtmega.models.initial import init_weights
-from dtmega.models.lora import attach, draw_adapters, is_adapter, targets, transposed_layers
+from dtmega.models.lora import attach, targets
 from dtmega.models.lora import proof as lora_proof
 from dtmega.models.model import Model
-from dtmega.models.routing import Loads
-from dtmega.ops import host, optim, ranges, softmax
+from dtmega.ops import host, optim, softmax
 from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
-from dtmega.ops.shards import boxes, local
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
-from dtmega.pipelining.tied import Tied, copies_of_stages
-from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.pipelining.tied import copies_of_stages
+from dtmega.plans import keep_gathered
 from dtmega.plans.expert_parallel import divide
 from dtmega.training import exact
-from dtmega.training.accumulation import accumulates
+from dtmega.training.choices import accumulates, compiling
 from dtmega.training.recompute import recompute
-
-LARGEST_FITTED = 4  # largest microbatch size, in sequences, that is chosen automatically
-
-
-class ShardedModel:
-    """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
-
-    Attributes:
-        stages: stage index -> model of the stage; {0: the whole model} without a pipeline.
-        partial: stage index -> names of the parameters whose gradients must be all-reduced over tp.
-        reshard: whether FSDP frees a block's gathered weights after the block's forward and after each backward.
-        objective: objective for which the model is trained.
-        sharded: whether each microbatch's gradients are reduce-scattered, so that only shards of them accumulate.
-        pipeline: schedule over all stages; None without a pipeline.
-        tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
-        replicas: objects that all-reduce gradients over dp_replicate, one per stage; [] if dp_replicate is 1, or if
-            FSDP or `exact` reduces these gradients.
-        context: cp ranks, over which each sequence is sharded; None if cp is 1.
-        exact: gradients, added up as fixed-point integers ([run] exact); None if they are reduced in floating point.
-        matrices: weights that Muon trains; None if the optimizer is not Muon.
-        loads: loads of the model's experts.
-        on_reduce: function called after backward, before the remaining gradients are reduced over ranks.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        stages: Mapping[int, Model],
-        partial: Mapping[int, Sequence[str]],
-        reshard: bool,
-        objective: Objective,
-    ) -> None:
-        self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
-        self.objective = objective
-        self.sharded = False
-        self.pipeline: Pipeline | None = None
-        self.tied: list[Tied] = []
-        self.replicas: list[Replicas] = []
-        self.exact: ExactSums | None = None
-        self.matrices: optim.Matrices | None = None
-        self.on_reduce: Callable[[], object] = _do_nothing
-        self.context: ContextParallel | None = None
-        self.loads = Loads()
-
-    def draw(self, seed: int) -> None:
-        """Draw the initial values of all parameters.
-
-        A value depends only on the seed, the parameter's name, and the value's index in the unsharded parameter.
-        """
-        for stage in self.stages.values():
-            init_weights(stage, seed)
-
-    def load_beside(
-        self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
-    ) -> Base | None:
-        """Load the weights that the checkpoint leaves out, and draw the adapters of a new run.
-
-        `checkpoint/starting.py` describes these weights.
-
-        Returns:
-            A description of the weights that the run's checkpoints leave out; None if they hold all weights.
-        """
-        stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
-        counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
-        together = self.world.groups["shards"]
-        digests = starting.load_beside(source, with_heartbeats(stored), counted, together, cfg.model, was)
-        path = location(cfg.model, source)
-        if was is not None:
-            return was._replace(path=path)
-        for stage in self.stages.values():
-            draw_adapters(stage, cfg.run.seed)
-        with torch.device("meta"):
-            transposed = transposed_layers(families.build(cfg))
-        elements = sum(math.prod(source.tensors[name][1]) for name in digests)
-        return Base(path, digests, transposed, elements) if digests else None
-
-    def forward_backward(
-        self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
-    ) -> Tensor:
-        """Compute the gradients of one step. The loss is a weighted sum of the objective's means over the batch.
-
-        Each mean is a sum over the global batch, divided by a count over the global batch. Every rank, microbatch and
-        stage divides its contribution to the sum by this global count, so the layout does not change the loss.
-
-        Args:
-            microbatches: microbatches that the ranks of this rank's `model` group compute together.
-            counts: divisors of the sums, keyed by name and counted over the global batch.
-            scale: loss scale for float16, which multiplies all gradients; None in other precisions.
-
-        Returns:
-            This rank's contribution to each sum, fp64 [sums] in the objective's order. The contributions of all ranks
-            in the `loss` group add up to the sums over the global batch.
-        """
-        factor = 1.0 if scale is None else scale
-        tally = Tally(self.objective.sums, self.world.device, counts, factor, exact=self.exact is not None)
-        if self.exact is not None:
-            self.exact.begin(len(microbatches) * self.world.data_size, factor)
-        if scale is not None:
-            for model in self.stages.values():
-                model.expect(tally.factors())
-        with self._shared(microbatches) as parts:
-            if self.pipeline is not None:
-                self.pipeline.step(parts, tally)
-            else:
-                self._run_microbatches(parts, tally)
-        self.on_reduce()
-        if self.exact is not None:
-            self.exact.finish(self.tied)
-        else:
-            self._sum_gradients()
-        for parameter, mask in self.unseen_elements:
-            if parameter.grad is not None:
-                local(parameter.grad).masked_fill_(mask, 0.0)
-        return tally.totals
-
-    def _sum_gradients(self) -> None:
-        """All-reduce gradients over dp_replicate, tp and tied stages, except what FSDP reduced in the last backward."""
-        # Fill in zeros first, because the code below expects a gradient for every trained parameter on every rank.
-        self._fill_missing_gradients()
-        for replicas in self.replicas:
-            replicas.finish()
-        for number, model in self.stages.items():
-            sum_partial_gradients(model, self.partial[number], self.world.tp)
-        # Sum tied gradients last. After the reductions over dp and tp, a copy's gradient lacks only the contributions
-        # of the other stages that use the parameter.
-        for tied in self.tied:
-            tied.sum_gradients()
-
-    @contextlib.contextmanager
-    def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
-        """Inside the `with` block, shard each sequence over the cp ranks.
-
-        Outside the block, for example when the trained model generates samples, every rank computes whole sequences.
-        """
-        if self.context is None:
-            yield microbatches
-            return
-        first, *_ = self.stages.values()
-        parts = [first.part_of(rows, self.context) for rows in microbatches]
-        for model in self.stages.values():
-            model.context = self.context
-        try:
-            yield parts
-        finally:
-            for model in self.stages.values():
-                model.context = None
-
-    def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward for all microbatches, without a pipeline, and accumulate the gradients."""
-        (model,) = self.stages.values()
-        for i, microbatch in enumerate(microbatches):
-            # Unless gradients accumulate as shards, the data ranks reduce gradients once per step, in the last
-            # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
-            last = i == len(microbatches) - 1
-            sums_here = last and self.exact is None
-            sync_gradients(model, sums_here, reshard=self.reshard, sharded=self.sharded)
-            if last:
-                for replicas in self.replicas:
-                    replicas.expect()
-            with ranges.named("forward", stage=0, microbatch=i):
-                in_loss = tally.add_all(model(**microbatch))
-            # The loss itself is never computed. Backward starts from each sum, with the derivative of the loss with
-            # respect to that sum.
-            factors = [torch.full_like(total, factor) for total, factor in in_loss]
-            with ranges.named("backward", stage=0, microbatch=i):
-                torch.autograd.backward([total for total, _ in in_loss], factors)
-            if self.exact is not None:
-                self.exact.of_stage[0].swept(i)
-        release(model)
-
-    @functools.cached_property
-    def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Pairs (parameter, mask of this rank's shard). The mask marks elements that affect no output of the model."""
-        masked = []
-        for stage in self.stages.values():
-            for name, mask in stage.unseen().items():
-                parameter = stage.get_parameter(name)
-                for box in boxes(parameter.detach()):
-                    masked.append((parameter, mask[box.where].to(box.part.device)))
-        return masked
-
-    def _fill_missing_gradients(self) -> None:
-        """Give a zero gradient to each parameter that none of this rank's tokens has used.
-
-        AdamW would skip a parameter without a gradient. The parameter's decay and moments would then depend on which
-        tokens and layers the rank has. Frozen parameters remain without a gradient.
-
-        Raises:
-            RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                if is_adapter(name):
-                    raise RuntimeError(f"no gradient has come to '{name}', so that it would not learn ([lora] targets)")
-                parameter.grad = torch.zeros_like(parameter)
-
-    @torch.no_grad()
-    def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Compute this rank's contribution to each sum, like `forward_backward`, but without gradients and dropout."""
-        for model in self.stages.values():
-            model.eval()
-        tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
-        with self._shared(microbatches) as parts:
-            if self.pipeline is not None:
-                self.pipeline.evaluate(parts, tally)
-            else:
-                (model,) = self.stages.values()
-                for part in parts:
-                    tally.add_all(model(**part))
-        for model in self.stages.values():
-            release(model)
-            model.train()
-        return tally.totals
-
-    @torch.no_grad()
-    def settle_counts(self, skipped: bool) -> None:
-        """All-reduce a step's counts, such as the loads of experts, and pass the totals to the model.
-
-        Args:
-            skipped: whether the step was skipped, so that no weight has changed.
-        """
-        mine = [counts for stage in self.stages.values() if (counts := stage.counts_of_step()) is not None]
-        if not mine:
-            return
-        total = torch.stack(mine).sum(0)
-        dist.all_reduce(total, group=self.world.groups["loss"])
-        self.loads.add(total)
-        for stage in self.stages.values():
-            stage.after_step(total, skipped)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, with their names in the whole model.
-
-        If several of this rank's stages hold copies of a parameter, each copy is yielded, under the same name.
-        """
-        for model in self.stages.values():
-            for name, parameter in model.named_parameters():
-                yield model.full_name(name), parameter
-
-    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's tensors for a checkpoint, with names: each stage's parameters, then its stored buffers."""
-        for model in self.stages.values():
-            for name, tensor in model.stored_tensors():
-                yield model.full_name(name), tensor
-
-    def weights(self) -> list[Tensor]:
-        """Local shards of parameters. The ranks of a `shards` group together return each element exactly once."""
-        return [local(p.detach()) for p in self.counted_once().values()]
-
-    def gradients(self, every: bool = False) -> list[Tensor]:
-        """Local shards of the parameters' gradients.
-
-        Args:
-            every: whether to return all gradients that this rank holds, as clipping requires. If False, only the
-                parameters in `weights` count, so that a norm over the `shards` group counts each element once.
-        """
-        parameters = [p for _, p in self.named_parameters()] if every else self.counted_once().values()
-        return [local(p.grad) for p in parameters if p.grad is not None]
-
-    def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Statistics of the last step: zeros in the gradient, norm of the parameters, extreme loads of experts."""
-        device = self.world.device
-        group = self.world.groups["shards"]
-        values = self.loads.numbers()
-        if num_zeros:
-            values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
-        if params_norm and self.exact is not None:
-            values["params_norm"] = exact.weights_norm(self.exact, self.counted_once(), group)
-        elif params_norm:
-            values["params_norm"] = optim.total_norm(self.weights(), device, group)
-        return values
-
-    def counted_once(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank counts in sums over the `shards` group, keyed by name.
-
-        If tp ranks hold copies of a parameter, only the first tp rank counts it. If several stages hold copies, only
-        the first of these stages counts it.
-        """
-        first_tp_rank = self.world.coordinate("tp") == 0
-        counted: dict[str, nn.Parameter] = {}
-        for name, tensor in self.owned().items():
-            if isinstance(tensor, nn.Parameter) and (first_tp_rank or not _replicated_over_tp(tensor)):
-                counted[name] = tensor
-        return counted
-
-    def owned(self) -> dict[str, Tensor]:
-        """The stored tensors of this rank's stages, keyed by name, without copies of an earlier stage's parameters."""
-        duplicates = set[int]()
-        for tied in self.tied:
-            duplicates.update(map(id, tied.duplicates))
-        return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
-
-    def check_copies(self) -> None:
-        """Check that copies of a stored tensor on different ranks are bit-identical.
-
-        Raises:
-            RuntimeError: copies of a tensor differ. The message names the tensor and the ranks.
-        """
-        tensors = self.owned()
-        replica_check.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
-        replicated = {n: t for n, t in tensors.items() if _replicated_over_tp(t)}
-        replica_check.check_equal(replicated, self.world.groups["tp"], "copies over tp")
-        for tied in self.tied:
-            if not tied.equal():
-                raise RuntimeError(f"the copies of '{tied.name}' on stages {tied.stages} are not equal any more")
-
-
-def _do_nothing() -> None:
-    """Do nothing. This function is the default of `on_reduce`."""
+from dtmega.training.sharded_model import ShardedModel
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
@@ -534,48 +211,3 @@ def _move_buffers(stage: Model, device: torch.device) -> None:
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-
-
-def _replicated_over_tp(tensor: Tensor) -> bool:
-    """True if every tp rank has the whole tensor."""
-    # Stored buffers are never sharded.
-    if not isinstance(tensor, nn.Parameter):
-        return True
-    if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
-        return False
-    # FSDP puts its mesh axes before the existing axes of a DTensor, so tp is the last axis.
-    return tensor.placements[-1] == Replicate()
-
-
-def compiling(cfg: config.Config, device: torch.device) -> bool:
-    """True if blocks are compiled; 'auto' compiles on GPUs."""
-    return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
-
-
-def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
-    """Choose a microbatch size for this layout if the configuration leaves it open ([batch] micro_batch_size = 0).
-
-    The chosen size is the largest size up to LARGEST_FITTED that divides a rank's share of every global batch and gives
-    a pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
-    `check` and the loader report the reason.
-    """
-    if cfg.batch.micro_batch_size:
-        return cfg
-    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
-
-    def fits(micro_batch_size: int) -> bool:
-        unit = data_size * micro_batch_size
-        for batch_size in cfg.batch.sizes:
-            if batch_size % unit:
-                return False
-            if sizes["pp"] > 1 and schedule.broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
-                return False
-        return True
-
-    largest = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
-    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": largest})})
-
-
-def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
-    """Return a copy of the configuration with [precision] params set to `params`."""
-    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})

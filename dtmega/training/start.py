@@ -33,13 +33,15 @@ from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import accumulation, exact, history, out_of_memory, rank_log
+from dtmega.training import choices, exact, history, out_of_memory
 from dtmega.training.checks import check
+from dtmega.training.choices import compiling, with_micro_batch_size, with_params_dtype
 from dtmega.training.metrics import Metrics, describe_run
-from dtmega.training.parallelize import ShardedModel, compiling, parallelize, with_micro_batch_size, with_params_dtype
+from dtmega.training.parallelize import parallelize
 from dtmega.training.phases import Phases
 from dtmega.training.profile import Profiler, check_profile
-from dtmega.training.records import trackers
+from dtmega.training.records import rank_log, trackers
+from dtmega.training.sharded_model import ShardedModel
 
 
 class Settings(NamedTuple):
@@ -116,7 +118,7 @@ def read_configuration(
         # All ranks use rank 0's memory size: devices may differ, but all must choose the same [fsdp] accumulate.
         step.send = device_bytes
     memory_bytes = step.received
-    cfg = accumulation.with_accumulation(cfg, sizes, memory_bytes)
+    cfg = choices.with_accumulation(cfg, sizes, memory_bytes)
     auto_dtype = cfg.precision.params == "auto"
     return Settings(saved_cfg, cfg, device, sizes, pieces, elements, digest, memory_bytes, auto_dtype)
 
@@ -338,7 +340,7 @@ def announcement(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
         )
     else:
-        lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
+        lines += choices.accumulation_note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:
         lines += optim.notes_on_warmup(cfg, end)
     if loaded:

@@ -28,9 +28,9 @@ from dtmega.training.exact.record import Record, StepDigests, digests_of
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
 from dtmega.training.pace import Pace
-from dtmega.training.parallelize import ShardedModel
 from dtmega.training.phases import Phases
-from dtmega.training.rank_log import RankLog
+from dtmega.training.records.rank_log import RankLog
+from dtmega.training.sharded_model import ShardedModel
 
 
 class Run(NamedTuple):

@@ -29,7 +29,8 @@ from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer, set_rates
 from dtmega.ops.shards import full_tensor
 from dtmega.training.checks import check
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import StepResult, train_step
 from tests import ranks
 

@@ -1,6 +1,6 @@
 """Gradients that add up in shards: their values, losses, and the bytes that a rank holds between microbatches.
 
-The wire is in tests/test_wire.py, the choice of [fsdp] accumulate in tests/training/test_accumulation.py.
+The wire is in tests/test_wire.py, the choice of [fsdp] accumulate in tests/training/test_choices.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dtmega.models.initial import init_weights
 from dtmega.ops import optim, ranges
 from dtmega.ops.shards import boxes, local
 from dtmega.training.checks import check
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 
 V, D, HEADS, S, T, B, SEQUENCES = 32, 16, 4, 8, 4, 1, 8

@@ -21,7 +21,7 @@ from dtmega.models.initial import init_weights
 from dtmega.models.layers import KeyedDropout
 from dtmega.ops import attention
 from dtmega.ops.attention_rule import attention_rule
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests import plain_bloom
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record

@@ -21,7 +21,7 @@ from dtmega.ops.cross_entropy import linear_cross_entropy
 from dtmega.ops.loss_scale import LossScale, ScaleState
 from dtmega.ops.shards import local
 from dtmega.training.checks import check
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 from tests.layouts import DEBUG, one_rank, write_sentences, write_text
 from tests.resumed import Record, flags

@@ -29,7 +29,7 @@ from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.planning.counting.role import Role, plan_role
 from dtmega.planning.extrapolation import enough_microbatches, extrapolated
-from dtmega.training import checks, parallelize
+from dtmega.training import checks, choices, parallelize, sharded_model
 from dtmega.training.step import train_step
 from tests.traffic import KINDS
 
@@ -67,7 +67,7 @@ class _Parts(NamedTuple):
 
     cfg: config.Config
     world: mesh.World
-    model: parallelize.ShardedModel
+    model: sharded_model.ShardedModel
     optimizer: torch.optim.Optimizer
     spikes: Spikes
     phases: Any
@@ -112,7 +112,7 @@ def settled(values: dict[str, Any], world_size: int) -> tuple[config.Config, dic
     """The complete configuration and the sizes of the mesh, as a run would have them."""
     cfg = families.resolve(config.validate(values, "test"))
     sizes = mesh.resolve(cfg.mesh, world_size)
-    cfg = parallelize.with_micro_batch_size(cfg, sizes)
+    cfg = choices.with_micro_batch_size(cfg, sizes)
     checks.check(cfg, sizes, torch.device("cpu"))
     return cfg, sizes
 

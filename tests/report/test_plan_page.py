@@ -19,7 +19,7 @@ from dtmega.planning.plan import Plan
 from dtmega.planning.prices import budget, fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
 from dtmega.report.units import binary, seconds
-from dtmega.training import checks, parallelize
+from dtmega.training import checks, choices
 from tests.report.test_page import HOSTILE, Tags
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
@@ -38,7 +38,7 @@ def planned() -> tuple[Plan, StepTime]:
     device = torch.device("cuda", 0)
     cfg = families.resolve(config.load(ARGUMENTS))
     sizes = mesh.resolve(cfg.mesh, 2)
-    cfg = parallelize.with_params_dtype(parallelize.with_micro_batch_size(cfg, sizes), "bfloat16")
+    cfg = choices.with_params_dtype(choices.with_micro_batch_size(cfg, sizes), "bfloat16")
     checks.check(cfg, sizes, device)
     # A pipeline keeps nothing in DTensor's caches, so the roles need no processes of their own.
     roles = {rank: plan_role(cfg, sizes, rank, device, N_MICROBATCHES) for rank in (0, 1)}

@@ -27,7 +27,7 @@ from dtmega.inference.trained import open_trained
 from dtmega.models.generate import Sampling, generate
 from dtmega.training import evaluate
 from dtmega.training.metrics import Metrics
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, Training, flags, train_all

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from dtmega.distributed import replica_check
 from dtmega.training import pace
 from dtmega.training.pace import Pace, slowest
-from dtmega.training.parallelize import ShardedModel
 from dtmega.training.phases import StepTimes
+from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Training, train_all

@@ -23,7 +23,9 @@ from dtmega.models.layers import LMHead
 from dtmega.ops import keyed
 from dtmega.ops.shards import dim_to_cut, local
 from dtmega.training.checks import check
-from dtmega.training.parallelize import ShardedModel, parallelize, with_micro_batch_size
+from dtmega.training.choices import with_micro_batch_size
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from tests import hf_models, ranks
 from tests.operations import Operations
 
@@ -374,7 +376,7 @@ def test_copies_that_compute_have_no_memory_between_steps_and_none_after_their_l
         honest(stage)
 
     copies: list[Tensor] = []
-    monkeypatch.setattr("dtmega.training.parallelize.release", release)
+    monkeypatch.setattr("dtmega.training.sharded_model.release", release)
     model.losses(microbatches())
     assert {copy.untyped_storage().size() for copy in copies} == {0}
     model.forward_backward(microbatches(), {"tokens": 7.0})

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from dtmega.config import keys as sections
 from dtmega.training.device_peaks import PeakMemory
-from dtmega.training.parallelize import ShardedModel
 from dtmega.training.profile import Profiler, take_request
+from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import DEBUG, PAIRS, write_text
 from tests.resumed import Record, Training, train_all
 from tests.test_faults import alone, replaced

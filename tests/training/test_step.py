@@ -14,7 +14,7 @@ from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.objectives.sums import divisors
 from dtmega.training import phases
-from dtmega.training.parallelize import ShardedModel
+from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import count, over_ranks
 from tests import ranks
 from tests.layouts import DEBUG, write_text

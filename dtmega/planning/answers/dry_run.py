@@ -19,7 +19,7 @@ from dtmega.ops import cost
 from dtmega.planning.answers import text
 from dtmega.planning.answers.job import Job, Machine, check_imbalance, machine_of, priced, with_dtype
 from dtmega.planning.plan import plan_job
-from dtmega.training import accumulation, start
+from dtmega.training import choices, start
 
 FLAG = "--dry-run"
 OPTIONS = ("--world", "--device", "--fabric", "--memory", "--reserve", "--imbalance")
@@ -59,7 +59,7 @@ def _run(argv: list[str], startup: Startup) -> int:
                 imbalance=job.imbalance,
             )
             lines = [FIRST, f"data: {console.counted(opened.samples('train').n_tokens, 'training token')}"]
-            lines += accumulation.note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
+            lines += choices.accumulation_note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
             print(text.dry_run(job, plan, cost.n_parameters(settings.pieces), [*lines, *opened.notes]), flush=True)
             fits = machine.memory.holds(plan.fullest.peak.peak_bytes)
             step.send = exit_codes.DOES_NOT_FIT if machine.memory.is_given and not fits else exit_codes.DONE

@@ -16,9 +16,8 @@ from dtmega.config import Config
 from dtmega.data.loader import check_sizes
 from dtmega.planning.prices import fabric as fabrics
 from dtmega.planning.prices.fabric import Fabric
-from dtmega.training.accumulation import with_accumulation
 from dtmega.training.checks import check
-from dtmega.training.parallelize import with_micro_batch_size, with_params_dtype
+from dtmega.training.choices import with_accumulation, with_micro_batch_size, with_params_dtype
 
 DEFAULT_FABRICS = {"cuda": "h100-ib", "cpu": "cpu-gloo"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

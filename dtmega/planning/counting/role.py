@@ -30,7 +30,8 @@ from dtmega.planning.counting.fake_device import FakeDevice, on_fake_device
 from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.work import Work
-from dtmega.training.parallelize import ShardedModel, parallelize
+from dtmega.training.parallelize import parallelize
+from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import train_step
 
 ROWS = "rows of the batch"

@@ -1,4 +1,4 @@
-"""training/rank_log.py: what a rank does and prints is in its file, whatever becomes of the process and the disk."""
+"""training/records/rank_log.py: what a rank does and prints is in its file, even if process or disk fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dtmega import mesh
-from dtmega.training.rank_log import RankLog
+from dtmega.training.records.rank_log import RankLog
 from tests import ranks
 from tests.layouts import ROOT
 
@@ -66,7 +66,7 @@ from pathlib import Path
 import torch
 from dtmega import mesh
 from dtmega.files import console
-from dtmega.training.rank_log import RankLog
+from dtmega.training.records.rank_log import RankLog
 log = RankLog(Path({str(folder)!r}), 0, dict.fromkeys(mesh.AXES, 1), torch.device("cpu"))
 """
     more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "TZ": "EAST-9"}

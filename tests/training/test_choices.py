@@ -12,7 +12,7 @@ from torch import nn
 from dtmega import config, families, mesh, train
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
-from dtmega.training.accumulation import accumulates, note, whole_gradient_bytes, with_accumulation
+from dtmega.training.choices import accumulates, accumulation_note, whole_gradient_bytes, with_accumulation
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import flags
@@ -107,22 +107,22 @@ def test_a_choice_is_chosen_again_on_any_device(memory_bytes):
 
 def test_the_default_is_not_spoken_of_and_others_are_in_one_line():
     auto, sharded = "([fsdp] accumulate = 'auto')", "[fsdp] accumulate = 'sharded'"
-    assert note(small("whole"), sizes(dp_shard=2), 1) == []
-    assert note(small("sharded"), sizes(tp=2), None) == [
+    assert accumulation_note(small("whole"), sizes(dp_shard=2), 1) == []
+    assert accumulation_note(small("sharded"), sizes(tp=2), None) == [
         f"nothing is sharded (dp_shard x cp = 1 x 1 = 1), so {sharded} changes nothing"
     ]
-    assert note(small("sharded"), sizes(cp=2), None) == [
+    assert accumulation_note(small("sharded"), sizes(cp=2), None) == [
         f"gradients add up in shards, and are summed over ranks after each microbatch ({sharded})"
     ]
-    assert note(small(), sizes(dp_shard=2), None) == [
+    assert accumulation_note(small(), sizes(dp_shard=2), None) == [
         f"gradients add up whole between microbatches, as always on CPUs {auto}"
     ]
     large, layout = bloom_176b("--fsdp.accumulate", "auto"), sizes(tp=4, pp=12, dp_shard=8)
-    assert note(large, layout, 80 * GIB) == [
+    assert accumulation_note(large, layout, 80 * GIB) == [
         "gradients add up in shards between microbatches: whole ones take 17.1 GiB of a device's 80 GiB, more than "
         f"1/10 {auto}"
     ]
-    assert note(large, layout, 192 * GIB) == [
+    assert accumulation_note(large, layout, 192 * GIB) == [
         "gradients add up whole between microbatches: whole ones take 17.1 GiB of a device's 192 GiB, at most 1/10 "
         f"{auto}"
     ]

@@ -1,4 +1,4 @@
-"""Choose [fsdp] accumulate: whether a rank keeps unsharded or sharded gradients between the microbatches of a step."""
+"""Choose values for keys that a configuration leaves open: accumulation, microbatch size, compilation, dtype."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from dtmega import config, families
+from dtmega.pipelining import schedule
 from dtmega.pipelining.split import plan_stages
 
 Accumulation = Literal["whole", "sharded"]
 SHARE = 10  # "auto" keeps unsharded gradients if they take at most 1 / SHARE of a device's memory
+LARGEST_FITTED = 4  # largest microbatch size, in sequences, that is chosen automatically
 
 
 def accumulates(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> Accumulation:
@@ -77,7 +79,7 @@ def with_accumulation(cfg: config.Config, sizes: Mapping[str, int], memory_bytes
     return cfg.model_copy(update={"fsdp": cfg.fsdp.model_copy(update={"accumulate": chosen})})
 
 
-def note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> list[str]:
+def accumulation_note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None) -> list[str]:
     """The line about [fsdp] accumulate that a run prints when it starts; [] for the default.
 
     Args:
@@ -103,3 +105,37 @@ def note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes: int | None)
         f"gradients add up {chosen} between microbatches: whole ones take {least:.3g} GiB of a device's {there:.3g} "
         f"GiB, {relation} 1/{SHARE} ({key})"
     ]
+
+
+def compiling(cfg: config.Config, device: torch.device) -> bool:
+    """True if blocks are compiled; 'auto' compiles on GPUs."""
+    return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
+
+
+def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
+    """Choose a microbatch size for this layout if the configuration leaves it open ([batch] micro_batch_size = 0).
+
+    The chosen size is the largest size up to LARGEST_FITTED that divides a rank's share of every global batch and gives
+    a pipeline the number of microbatches that its schedule needs. If not even size 1 fits, the chosen size is 1, and
+    `check` and the loader report the reason.
+    """
+    if cfg.batch.micro_batch_size:
+        return cfg
+    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+
+    def fits(micro_batch_size: int) -> bool:
+        unit = data_size * micro_batch_size
+        for batch_size in cfg.batch.sizes:
+            if batch_size % unit:
+                return False
+            if sizes["pp"] > 1 and schedule.broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
+                return False
+        return True
+
+    largest = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
+    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": largest})})
+
+
+def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
+    """Return a copy of the configuration with [precision] params set to `params`."""
+    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
