@@ -150,6 +150,19 @@ def test_conversations_in_parts_are_those_tokenised_at_once(tmp_path, here, of):
         assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
 
 
+def test_a_part_that_is_there_is_skipped_unless_an_option_that_changes_tokens_differs(tmp_path, here, capsys):
+    template = tmp_path / "other.jinja"
+    template.write_text(TURNS_FILE.read_text() + " ")
+    part = ("--part", "0/1")
+    for _ in range(2):
+        assert tokenize(tmp_path, [talk("Hi", "a")], *part) == exit_codes.DONE
+    assert "skipped" in capsys.readouterr().out
+    for option in (("--train-on", "all"), ("--roles", "bot=assistant"), ("--chat-template", template)):
+        assert tokenize(tmp_path, [talk("Hi", "a")], *part, *option) == exit_codes.REFUSED
+        assert "with other settings" in capsys.readouterr().err
+    assert tokenize(tmp_path, [talk("Hi", "a")], *part, "--json-key", "messages") == exit_codes.REFUSED
+
+
 def test_a_merge_keeps_the_end_marks_of_all_parts(tmp_path):
     for number, end_ids in enumerate(([7], [3, 7])):
         assert tokenize(tmp_path, [talk("Hi", "a")], name=f"part-{number}") == exit_codes.DONE
