@@ -16,7 +16,7 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.preparing import conversation_worker, conversations
 from dtmega.data.preparing.messages import messages_of, tools_of
 from dtmega.data.tokenizers import rendering
-from dtmega.data.tokenizers.chat import TURNS_FILE
+from dtmega.data.tokenizers.chat import TURNS_FILE, Template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
@@ -240,8 +240,14 @@ def test_the_shipped_conversations_are_tokenised_once_by_a_confined_process(tmp_
     answers = [m["content"] for line in lines for m in json.loads(line)["messages"][1::2]]
     assert len(talks) == len(lines)
     assert talks.record.learned == sum(len(answer) + 1 for answer in answers)
-    monkeypatch.setattr(conversations, "write", None)
+    written: list[Any] = []
+    monkeypatch.setattr(conversations, "write", written.append)
     assert conversations.prepare_shipped(load_tokenizer("bytes")) == prefix
+    assert written == []
+    other = tmp_path / "other.jinja"
+    other.write_text(TURNS_FILE.read_text() + " ")
+    monkeypatch.setattr(conversations, "find_template", lambda _: Template(None, other))
+    assert conversations.prepare_shipped(load_tokenizer("bytes")) == written[0].output != prefix
 
 
 @pytest.mark.full
