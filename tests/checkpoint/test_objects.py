@@ -100,7 +100,8 @@ def test_weights_are_converted_to_an_object_store_once(object_store):
         to_checkpoint.write("s3://bucket/weights/w", source, config.Bloom())
 
 
-def test_a_removal_that_is_cut_off_leaves_no_folder_that_counts(object_store, hasty):
+@pytest.mark.parametrize(("method", "further"), [("retire", ()), ("remove", ()), ("move", ("superseded-1",))])
+def test_a_removal_that_is_cut_off_leaves_no_folder_that_counts(object_store, hasty, method, further):
     writer = Writer()
     writer.save(1)
     n_deletions = 0
@@ -112,7 +113,7 @@ def test_a_removal_that_is_cut_off_leaves_no_folder_that_counts(object_store, ha
 
     object_store.fault = only_one_deletion
     with pytest.raises(Unreachable):
-        open_root(ROOT).retire("step-00000001")
+        getattr(open_root(ROOT), method)("step-00000001", *further)
     assert resume.finished(open_root(ROOT)) == []
     assert len(names(object_store, 1)) == 1
 

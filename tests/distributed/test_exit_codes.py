@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dtmega.distributed import exit_codes
@@ -41,3 +42,20 @@ def test_torchruns_summary_ends_with_the_reason_of_whoever_left_first(tmp_path: 
 def test_a_reason_that_the_agent_cannot_be_told_changes_no_code(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
     assert exit_codes.ExitStatus().set(exit_codes.REFUSED, "no such key") == exit_codes.REFUSED
+
+
+@pytest.mark.parametrize(("before", "code"), [(None, 1), (0, 1), (75, 1), (2, 2), (76, 76), (77, 77)])
+def test_an_error_replaces_only_the_codes_that_say_that_all_is_saved(tmp_path: Path, before: int | None, code: int):
+    status = exit_codes.ExitStatus()
+
+    def fail() -> None:
+        with status.recorded_in(tmp_path, lambda: (3, "")):
+            if before is not None:
+                status.set(before, "set before")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    record = exit_codes.ExitRecord.read(tmp_path)
+    assert record is not None
+    assert (record.code, record.reason) == (code, "OSError: the disk is full" if code == 1 else "set before")

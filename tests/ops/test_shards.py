@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.ops.shards import boxes, dim_to_cut, full_tensor, in_parts, local
+from dtmega.ops.shards import boxes, dim_of_experts, dim_to_cut, full_tensor, in_parts, local
 from tests import ranks
 
 RANKS = 4
@@ -98,7 +98,18 @@ def everything() -> dict[str, Any]:
         "4": init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
         "2 x 2": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
     }
-    return {"placed": one_axis_and_two(meshes), "fsdp": fsdp(meshes["2 x 2"]), "rank": dist.get_rank()}
+    found = {"placed": one_axis_and_two(meshes), "fsdp": fsdp(meshes["2 x 2"]), "rank": dist.get_rank()}
+    return found | {"experts": dims_of_experts(meshes["2 x 2"])}
+
+
+def dims_of_experts(mesh: DeviceMesh) -> dict[tuple[tuple[int, ...], int], int]:
+    """The dim by which FSDP2 cuts a rank's experts in two, by the shape of all experts and the dim that tp cuts."""
+    found: dict[tuple[tuple[int, ...], int], int] = {}
+    for shape, cut in itertools.product([(8, 8, 6), (6, 8, 6), (6, 8, 3), (6, 5, 4)], (1, 2)):
+        if shape[cut] % 2 == 0:
+            experts = distribute_tensor(torch.zeros(shape), mesh, [Shard(0), Shard(cut)])
+            found[shape, cut] = dim_of_experts(experts, 2).dim
+    return found
 
 
 @functools.cache
@@ -156,3 +167,11 @@ def test_a_plain_tensor_is_one_box_and_a_view():
     assert (box.offsets, box.where) == ((0, 0), (slice(0, 2), slice(0, 3)))
     box.part.zero_()
     assert not tensor.any()
+
+
+def test_fsdp2_cuts_experts_by_the_first_dim_that_divides_evenly_and_that_tp_has_not_cut():
+    expected = {
+        **{((8, 8, 6), 1): 0, ((8, 8, 6), 2): 0, ((6, 8, 6), 1): 2, ((6, 8, 6), 2): 1},
+        **{((6, 8, 3), 1): 0, ((6, 5, 4), 2): 0},
+    }
+    assert [found["experts"] for found in on_four()] == [expected] * RANKS

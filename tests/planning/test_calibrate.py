@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -49,6 +49,22 @@ def test_several_ranks_measure_their_links_and_agree():
     assert one.node.ranks == 2
     assert one.network.bytes_per_s == one.node.bytes_per_s > 0
     assert one.node.sources["bytes_per_s"].startswith("measured")
+
+
+def test_gathers_of_two_sizes_tell_the_latency_of_a_step_of_the_ring_and_the_bandwidth(monkeypatch):
+    """Four ranks whose all-gathers take three latencies of 20 us, and 3/4 of the bytes by 1 GB/s."""
+    clock_s = [0.0]
+
+    def all_gather(parts: list[Tensor], part: Tensor) -> None:
+        clock_s[0] += 3 * 20e-6 + 3 / 4 * len(parts) * part.nbytes / 1e9
+
+    group = Mock(**{"get_world_size.return_value": 4}, all_gather=all_gather)
+    group.all_gather_object = lambda hosts, host: hosts.__setitem__(slice(None), [host] * 4)
+    monkeypatch.setattr(calibrate, "dist", group)
+    monkeypatch.setattr(calibrate, "time", Mock(perf_counter=lambda: clock_s[0]))
+    n_ranks, bytes_per_s, latency_s, n_nodes = calibrate._links(CPU)
+    assert (n_ranks, n_nodes) == (4, 1)
+    assert (bytes_per_s, latency_s) == pytest.approx((1e9, 20e-6), rel=1e-3)
 
 
 def test_products_of_measured_sides_reach_what_was_measured():

@@ -96,6 +96,30 @@ def test_every_value_that_the_first_step_recorded_is_compared_and_named():
             exact.check_fixed(ExactState({}, now | {key: "other"}), now)
 
 
+# A change to the sections of a run with tp 2 and cp 2 -> the setting that tells it.
+TELLING: dict[str, dict[str, Any]] = {
+    "[batch] micro_batch_size": {"batch": {"micro_batch_size": 2, "global_batch_size": 4}},
+    "[precision] params": {"precision": {"params": "bfloat16"}},
+    "[mesh] tp": {"mesh": {"tp": 4, "cp": 2}},
+    "[mesh] cp": {"mesh": {"tp": 2, "cp": 4}},
+    "[mesh] cp_form = 'heads'": {"mesh": {"tp": 2, "cp": 2, "cp_form": "heads"}},
+    "[mesh] sequence_parallel": {"mesh": {"tp": 2, "cp": 2, "sequence_parallel": False}},
+    "[recompute] mode": {"recompute": {"mode": "full"}},
+    "[recompute] method": {"recompute": {"mode": "full", "method": "block"}},
+    "[recompute] layers": {"recompute": {"mode": "full", "layers": 2}},
+}
+
+
+@pytest.mark.parametrize("setting", TELLING)
+def test_a_setting_that_changes_bits_is_recorded(setting: str):
+    def recorded(**sections: dict[str, Any]) -> dict[str, Any]:
+        cfg = configured(**{"mesh": {"tp": 2, "cp": 2, "cp_form": "gather"}, **sections})
+        return exact.fixed(cfg, mesh.resolve(cfg.mesh, 8), CPU, compiled=False)
+
+    before, after = recorded(), recorded(**TELLING[setting])
+    assert before[setting] != after[setting]
+
+
 def test_a_resumed_run_goes_on_with_the_grids_of_its_checkpoint():
     cfg = configured()
     sizes = mesh.resolve(cfg.mesh, 1)

@@ -164,7 +164,7 @@ class Renderer:
         """
         messages, tools = conversation["messages"], conversation["tools"]
         try:
-            self._check_content(messages)
+            self._check_content(messages, tools)
             whole = self._render(messages, tools)
             if self._own is not None and (differs := self._difference(messages, tools, whole.text)):
                 return self._about | {"differs": differs}
@@ -181,9 +181,9 @@ class Renderer:
             "end_ids": sorted(map(self._tokenizer.convert_tokens_to_ids, ends)),
         }
 
-    def _check_content(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse a conversation whose content contains a special token, which could begin or end a turn."""
-        for text in _strings([{**message, "role": None} for message in messages]):
+    def _check_content(self, messages: Sequence[dict[str, Any]], tools: Any) -> None:
+        """Refuse a conversation if a message or a tool contains a special token, which could begin or end a turn."""
+        for text in _strings([tools, *({**message, "role": None} for message in messages)]):
             for name in self._special:
                 if name in text:
                     raise Refused(SPELLS_SPECIAL, f"'{name}'")

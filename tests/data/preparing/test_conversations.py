@@ -16,7 +16,7 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.preparing import conversation_worker, conversations
 from dtmega.data.preparing.messages import messages_of, tools_of
 from dtmega.data.tokenizers import rendering
-from dtmega.data.tokenizers.chat import TURNS_FILE
+from dtmega.data.tokenizers.chat import TURNS_FILE, Template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
@@ -150,6 +150,19 @@ def test_conversations_in_parts_are_those_tokenised_at_once(tmp_path, here, of):
         assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
 
 
+def test_a_part_that_is_there_is_skipped_unless_an_option_that_changes_tokens_differs(tmp_path, here, capsys):
+    template = tmp_path / "other.jinja"
+    template.write_text(TURNS_FILE.read_text() + " ")
+    part = ("--part", "0/1")
+    for _ in range(2):
+        assert tokenize(tmp_path, [talk("Hi", "a")], *part) == exit_codes.DONE
+    assert "skipped" in capsys.readouterr().out
+    for option in (("--train-on", "all"), ("--roles", "bot=assistant"), ("--chat-template", template)):
+        assert tokenize(tmp_path, [talk("Hi", "a")], *part, *option) == exit_codes.REFUSED
+        assert "with other settings" in capsys.readouterr().err
+    assert tokenize(tmp_path, [talk("Hi", "a")], *part, "--json-key", "messages") == exit_codes.REFUSED
+
+
 def test_a_merge_keeps_the_end_marks_of_all_parts(tmp_path):
     for number, end_ids in enumerate(([7], [3, 7])):
         assert tokenize(tmp_path, [talk("Hi", "a")], name=f"part-{number}") == exit_codes.DONE
@@ -227,8 +240,14 @@ def test_the_shipped_conversations_are_tokenised_once_by_a_confined_process(tmp_
     answers = [m["content"] for line in lines for m in json.loads(line)["messages"][1::2]]
     assert len(talks) == len(lines)
     assert talks.record.learned == sum(len(answer) + 1 for answer in answers)
-    monkeypatch.setattr(conversations, "write", None)
+    written: list[Any] = []
+    monkeypatch.setattr(conversations, "write", written.append)
     assert conversations.prepare_shipped(load_tokenizer("bytes")) == prefix
+    assert written == []
+    other = tmp_path / "other.jinja"
+    other.write_text(TURNS_FILE.read_text() + " ")
+    monkeypatch.setattr(conversations, "find_template", lambda _: Template(None, other))
+    assert conversations.prepare_shipped(load_tokenizer("bytes")) == written[0].output != prefix
 
 
 @pytest.mark.full

@@ -125,6 +125,10 @@ REFUSED = [
     (MARKED + "{{ raise_exception('never') }}", TALK, rendering.TEMPLATE_FAILS),
     (MARKED + "{{ messages[9].content.x }}", TALK, rendering.TEMPLATE_FAILS),
     (MARKED, [*TALK, {"role": "user", "content": "a<|im_start|>b"}], rendering.SPELLS_SPECIAL),
+    (
+        *(MARKED, [*TALK, {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": ["<|im_end|>"]}}]}]),
+        rendering.SPELLS_SPECIAL,
+    ),
     (MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"), TALK, rendering.LAST_UNCLEAR),
 ]
 
@@ -134,6 +138,14 @@ def test_a_conversation_whose_loss_would_be_guessed_is_refused_by_its_cause(fold
     answer = tokens(folder, template, messages, LAST)
     assert answer["cause"] == cause
     assert "ids" not in answer
+
+
+def test_tools_that_spell_a_special_token_are_refused_like_messages(folder):
+    (folder / "chat_template.jinja").write_text("{{ tools[0].description }}" + MARKED)
+    render = read_conversations(str(folder / "tokenizer.json"), "<|im_end|>", None, True, ASSISTANT)
+    answers = [render({"messages": TALK, "tools": [{"description": text}]}) for text in ("adds", "<|im_end|>")]
+    assert "ids" in answers[0]
+    assert (answers[1]["cause"], answers[1]["why"]) == (rendering.SPELLS_SPECIAL, "'<|im_end|>'")
 
 
 def test_a_marked_twin_must_make_the_text_of_the_tokenizers_own_template(folder, tmp_path):

@@ -96,9 +96,12 @@ def accepted(cfg: config.Config, layout: Layout, world: int) -> bool:
     return True
 
 
+EXACT = {"run": {"exact": True}}
+
+
 def test_what_exact_refuses_of_a_t5_falls_at_its_own_degrees_only():
     t5 = {"name": "t5", "vocab_size": 64, "hidden_size": 24, "n_layers": 4, "n_decoder_layers": 4, "n_heads": 6}
-    sections = {"run": {"exact": True}, "data": {"seq_len": 40, "decoder_seq_len": 20}, "compile": {"enable": False}}
+    sections = {**EXACT, "data": {"seq_len": 40, "decoder_seq_len": 20}, "compile": {"enable": False}}
     cfg = config.validate({**SMALL, "model": t5, **sections}, "test")
     legal = listed(cfg, 4)
     degrees = {(layout.tp, layout.pp) for layout in legal}
@@ -106,6 +109,13 @@ def test_what_exact_refuses_of_a_t5_falls_at_its_own_degrees_only():
     assert not any(tp > 1 and pp > 1 for tp, pp in degrees)
     for layout in combinations(4, 60):
         assert accepted(cfg, layout, 4) == (plain(layout, cfg) in legal), layout
+
+
+def test_what_exact_refuses_of_experts_falls_at_every_ep_above_1():
+    moe = {"name": "moe", "vocab_size": 64, "hidden_size": 24, "n_layers": 4, "n_heads": 4, "n_experts": 4}
+    keys = {**SMALL, "model": moe, "compile": {"enable": False}}
+    eps = [{layout.ep for layout in listed(config.validate(keys | more, "test"), 4)} for more in ({}, EXACT)]
+    assert eps == [{1, 2, 4}, {1}]
 
 
 @pytest.mark.parametrize(

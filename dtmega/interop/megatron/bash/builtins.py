@@ -41,6 +41,7 @@ SILENT = (
     *("mkdir", "touch", "rm", "cp", "mv", "ln", "chmod", "sleep", "wait", "clear", "ulimit", "module", "conda"),
     *("pip", "pip3", "kill", "pkill", "set", "shopt", "trap", "umask", "alias", "sync", "logger", "popd", "hash"),
 )
+ECHO_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 SED = re.compile(r"s([/|,#@])((?:(?!\1)[^\\])*)\1((?:(?!\1)[^\\&])*)\1(g?)")
 
 
@@ -59,9 +60,24 @@ def _status(value: bool) -> Builtin:
 def _echo(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     options = [word for word in words[1:2] if known(word) in ("-n", "-e", "-ne", "-en")]
     ending = () if options and "n" in (known(options[0]) or "") else (Text("\n", line),)
-    shell.scope.write((with_blanks(words[1 + len(options) :], line), ending))
+    text = with_blanks(words[1 + len(options) :], line)
+    if options and "e" in (known(options[0]) or ""):
+        text = _with_escapes(text) or (Unknown(written(with_blanks(words, line)), line),)
+    shell.scope.write((text, ending))
     shell.scope.status = True
     return Flow.NEXT
+
+
+def _with_escapes(word: Word) -> Word | None:
+    """Replace the escapes that `echo -e` replaces; None if there are escapes that ECHO_ESCAPES lacks."""
+    pieces: list[Text | Unknown] = []
+    for piece in word:
+        if isinstance(piece, Text):
+            if not {*re.findall(r"\\(.?)", piece.text, re.DOTALL)} <= ECHO_ESCAPES.keys():
+                return None
+            piece = piece._replace(text=re.sub(r"\\(.)", lambda match: ECHO_ESCAPES[match[1]], piece.text))
+        pieces.append(piece)
+    return tuple(pieces)
 
 
 def _printf(shell: Follower, words: Sequence[Word], line: int) -> Flow:
@@ -123,10 +139,14 @@ def _path_of_folder(shell: Follower, words: Sequence[Word], line: int) -> Flow:
     arguments = [word for word in words[1:] if not written(word).startswith("-")]
     text = known(arguments[0]) if arguments else None
     path = shell.path_of(arguments[0]) if arguments else None
+    suffix = known(arguments[1]) if len(arguments) > 1 else ""
     result: Word = (Unknown(written(with_blanks(words, line)), line),)
-    if program in ("dirname", "basename") and text is not None:
-        changed = posixpath.dirname(text) or "." if program == "dirname" else posixpath.basename(text)
-        result = (Text(changed, line),)
+    if program == "dirname" and text is not None:
+        result = (Text(posixpath.dirname(text.rstrip("/")) or ("/" if text.startswith("/") else "."), line),)
+    elif program == "basename" and text is not None:
+        if suffix is not None and len(arguments) == len(words) - 1 < 3:
+            name = posixpath.basename(text.rstrip("/")) or text[:1]
+            result = (Text(name if name == suffix else name.removesuffix(suffix), line),)
     elif program != "basename" and path is not None:
         inside = posixpath.dirname(path) if program == "dirname" else path
         result = (Unknown(written(with_blanks(words, line)), line, path=inside or "."),)

@@ -23,6 +23,7 @@ LONGEST_PATTERN = 2_000  # limit in characters for a pattern, and for text match
 BRACE_LIST = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 BRACE_RANGE = re.compile(r"\{(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?\}")
 BLANKS = " \t\n"
+QUOTES = "\"'"
 ANSI_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "0": ""}
 
 
@@ -297,6 +298,9 @@ class Expander:
         if is_table:
             return name, text
         number = self.arithmetic_of(text)
+        if number is not None and number < 0:
+            # Negative indices count from the end.
+            number += 1 + max(map(int, self.scope.items(name) or {}), default=-1)
         return name, text if number is None else str(number)
 
     def _read(self, node: Node) -> Word | None:
@@ -354,7 +358,9 @@ class Expander:
         stop = children[-1].start_byte
         if operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
             return self._alternative(node, operator, name, value, start, stop)
-        text = None if value is None else known(value)
+        # Bash changes each item of a list by itself.
+        is_list = self.text(name) in ("@", "*") or (name.type == "subscript" and self._subscript(name)[1] in ("@", "*"))
+        text = None if value is None or is_list else known(value)
         result = None if text is None else self._cut(node, operator, text, start, stop)
         if result is None:
             cause = self._cause(value) if value else (self.text(name), "")
@@ -410,14 +416,16 @@ class Expander:
             return changed if len(operator) == 2 else changed[:1] + text[1:]
         if operator in ("%", "%%", "#", "##"):
             pattern = known(self.span(node, start, stop))
-            return None if pattern is None else _without(text, operator, pattern)
+            return None if pattern is None or set(pattern) & {*QUOTES} else _without(text, operator, pattern)
         if operator.startswith("/"):
             slash = [child for child in node.children if not child.is_named and child.start_byte >= start]
             slashes = [child for child in slash if self.text(child) == "/"]
             middle = slashes[0].start_byte if slashes else stop
             pattern = known(self.span(node, start, middle))
             new = known(self.span(node, middle + 1, stop)) if slashes else ""
-            if pattern is None or new is None or re.search(r"[*?\[\\]", pattern) or operator not in ("/", "//"):
+            if pattern is None or new is None or operator not in ("/", "//"):
+                return None
+            if re.search(r"[*?\[\\]", pattern) or set(pattern + new) & {*QUOTES}:
                 return None
             return text.replace(pattern, new, -1 if operator == "//" else 1) if pattern else text
         return None

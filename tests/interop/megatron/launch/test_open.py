@@ -373,10 +373,11 @@ def test_deepspeeds_json_sets_the_loss_scale_and_the_limit_of_gradients(tmp_path
     }
     assert {key: keys[key] for key in expected} == expected
     assert opened(str(script)) == []
-    # DeepSpeed's defaults: no limit, and 2^16.
-    script = deepspeed(tmp_path, {"fp16": {"enabled": True}}, "--fp16")
+    # DeepSpeed's defaults: no limit, 2^16, and a scale that doubles after 1,000 steps.
+    script = deepspeed(tmp_path, {"fp16": {"enabled": True}}, "--fp16 --loss-scale-window 77 --min-loss-scale 7")
     keys = keys_of(str(script))
-    assert (keys["optim.clip_grad"], keys["precision.initial_loss_scale"]) == (0.0, 65536.0)
+    defaults = zip(expected, (65536.0, 1000, 2, 1.0, 0.0), strict=True)
+    assert {key: keys[key] for key in expected} == dict(defaults)
 
 
 @pytest.mark.parametrize(
