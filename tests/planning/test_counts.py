@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dtmega.planning.counting.role import Role
-from dtmega.planning.plan import totals
+from dtmega.planning.plan import times_repeated, totals
+from dtmega.planning.work import COMPUTE, Message, Work
 from tests import ranks
 from tests.planning import real_step
 
@@ -126,3 +127,12 @@ def test_a_step_of_many_microbatches_is_extrapolated_exactly(name: str, device: 
         assert role.held == expected.held
         assert role.peak.peak_bytes == expected.peak.peak_bytes
         assert totals(role) == totals(expected)
+
+
+def test_the_middle_microbatch_and_every_send_stand_for_those_that_were_not_run():
+    """Of 16 microbatches 4 were run: 13 are like the third, and a send, whose order differs, is a fourth of all."""
+    sends = [Work(f"0F{m}", "pp", "send", message=Message("send", "pp", 2, 8, peer=1)) for m in range(4)]
+    kernels = [Work(f"0{kind}{m}", COMPUTE, "mm", flops=1) for kind in "FB" for m in range(4)]
+    assert [times_repeated(work, 4, 16) for work in sends] == [4] * 4
+    assert [times_repeated(work, 4, 16) for work in kernels] == [1, 1, 13, 1] * 2
+    assert times_repeated(Work("optimizer", COMPUTE, "mm", flops=1), 4, 16) == 1
