@@ -30,7 +30,7 @@ def replaced(path: Path) -> Iterator[TextIO]:
     """A UTF-8 file to write to. When the `with` block ends, the file is synced to disk and then replaces `path`.
 
     Raises:
-        OSError: the file cannot be written; `path` is then unchanged.
+        OSError: the file cannot be written; `path` is then unchanged. The error names a file.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -39,9 +39,11 @@ def replaced(path: Path) -> Iterator[TextIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as after a write to a full disk
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 

@@ -49,8 +49,9 @@ def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"), atomic.replaced(tmp_path / "config.toml") as file:
+    with pytest.raises(OSError, match="No space left") as lost, atomic.replaced(tmp_path / "config.toml") as file:
         file.write("new")
+    assert lost.value.filename == str(tmp_path / "config.toml")
     monkeypatch.undo()
     with pytest.raises(KeyboardInterrupt), atomic.replaced(tmp_path / "config.toml"):
         raise KeyboardInterrupt
