@@ -317,7 +317,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
         how = GO_ON if run.health.state.stopped else resume.how_to_resume(run.cfg)
         metrics.message(f"stopped after step {at.step} of {end.steps}: {stopping}; {how}")
     if unsaved:
-        metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
+        metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint: {run.checkpoints.newest or 'none'}")
         return run.exit_status.set(exit_codes.STUCK, f"not saved: {unsaved}")
     checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
     metrics.message(f"written: config.toml and metrics.jsonl in {run.cfg.run.dir}{checkpoint}")

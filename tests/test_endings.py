@@ -90,14 +90,15 @@ class Saves(NamedTuple):
 
 WRITTEN = "written: config.toml and metrics.jsonl in {}"
 NEWEST = f"{WRITTEN}, {{}}/checkpoints/step-0000000"
-NOT_SAVED = "NOT SAVED: step {}; the newest checkpoint is older"
+NOT_SAVED = "NOT SAVED: step {}; the newest checkpoint: {}"
+STEP_2 = "{}/checkpoints/step-00000002"
 SAVES = {
     "the first fails": Saves({2}, {}, exit_codes.DONE, f"{NEWEST}4", [4]),
     "the first fails in a thread": Saves({2}, ASYNC, exit_codes.DONE, f"{NEWEST}4", [4]),
-    "the last fails": Saves({4}, {}, exit_codes.STUCK, NOT_SAVED.format(4), [2]),
-    "the last fails in a thread": Saves({4}, ASYNC, exit_codes.STUCK, NOT_SAVED.format(4), [2]),
-    "the only one fails": Saves({4}, AT_END, exit_codes.STUCK, NOT_SAVED.format(4), []),
-    "where it is stopped": Saves({2}, {"train.exit_interval": 2}, exit_codes.STUCK, NOT_SAVED.format(2), []),
+    "the last fails": Saves({4}, {}, exit_codes.STUCK, NOT_SAVED.format(4, STEP_2), [2]),
+    "the last fails in a thread": Saves({4}, ASYNC, exit_codes.STUCK, NOT_SAVED.format(4, STEP_2), [2]),
+    "the only one fails": Saves({4}, AT_END, exit_codes.STUCK, NOT_SAVED.format(4, "none"), []),
+    "where it is stopped": Saves({2}, {"train.exit_interval": 2}, exit_codes.STUCK, NOT_SAVED.format(2, "none"), []),
     "none at the end": Saves(set(), EVERY_3 | NOT_FINAL, exit_codes.DONE, f"{NEWEST}3", [3]),
     "none at the end, from a thread": Saves(set(), EVERY_3 | NOT_FINAL | ASYNC, exit_codes.DONE, f"{NEWEST}3", [3]),
     "none at all": Saves(set(), AT_END | NOT_FINAL, exit_codes.DONE, WRITTEN, []),

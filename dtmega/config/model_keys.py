@@ -441,6 +441,7 @@ class Transformers(Model):
     """A model that transformers implements, with sizes from `config.json` in the model's directory."""
 
     name: Literal["hf"] = key("hf", "the family of models")
+    n_heads: int = key(8, "H: attention heads; 0 = none, as in Mamba", ge=0)  # its config.json sets the number
     path: str = key(
         "", "local directory of the model: config.json, weights, tokenizer.json; its config.json sets the sizes"
     )

@@ -20,6 +20,7 @@ from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # a message shows at most this many characters of a wrong value
+LARGEST = 2**53  # no size or length comes near; larger integers overflow in torch, and a browser rounds them
 REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
 Sections = TypeVar("Sections", bound=BaseModel)
@@ -184,6 +185,11 @@ def validate(
     }
     merged = _known_keys(tables, chosen, source, suggester, refusals)
     _apply_overrides(merged, overrides, chosen, suggester, refusals)
+    for section, table in merged.items():
+        for k, value in table.items():
+            if type(value) is int and abs(value) > LARGEST:
+                where = _where(section, k, source, overrides)
+                refusals.append(f"{where}: expected an integer of at most {LARGEST}, got {value!r:.{SHOWN}}")
     if refusals:
         raise ConfigError("\n".join(dict.fromkeys(refusals)))
     for section, (kinds, value) in chosen.items():
@@ -286,6 +292,12 @@ def as_list(text: str) -> str:
     return f"[{', '.join(items)}]"
 
 
+def _where(section: str, k: str, source: str, overrides: Sequence[Override]) -> str:
+    """The source of a key's value, for messages: the option, or the file with the key."""
+    option = f"--{section}.{k}"
+    return option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
+
+
 def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
     """Turn a pydantic error into a line that begins with the source of the value: the file or the option."""
     location = [str(part) for part in error["loc"]]
@@ -296,7 +308,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     if error["type"] == "value_error":  # a validator of a section or of the whole configuration raised the error
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
     option = f"--{section}.{k}"
-    where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
+    where = _where(section, k, source, overrides)
     field = chosen[section].fields[k]
     choices = choices_of(field)
     several = "a list of " if get_origin(field.annotation) is list else ""

@@ -30,7 +30,7 @@ def replaced(path: Path) -> Iterator[TextIO]:
     """A UTF-8 file to write to. When the `with` block ends, the file is synced to disk and then replaces `path`.
 
     Raises:
-        OSError: the file cannot be written; `path` is then unchanged.
+        OSError: the file cannot be written; `path` is then unchanged. The error names the file.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -39,9 +39,12 @@ def replaced(path: Path) -> Iterator[TextIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        # A write to a full disk names no file, and a user does not know the temporary one.
+        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
+            error.filename, error.filename2 = str(path), None
         raise
     sync_folder(path.parent)
 

@@ -13,6 +13,8 @@ from dtmega.plans.expert_parallel import check_divisible
 from dtmega.training import exact
 from dtmega.training.choices import compiling
 
+SIZES = ("vocab_size", "hidden_size", "ffn_hidden_size", "kv_channels", "max_position_embeddings")
+
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
     """Refuse a configuration that the model or the pipeline cannot run with.
@@ -39,7 +41,13 @@ def check_model(cfg: config.Config, sizes: Mapping[str, int]) -> None:
             f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
-    family.check(cfg, sizes)
+    try:
+        family.check(cfg, sizes)
+    except RuntimeError as error:
+        if "size calculation overflowed" not in str(error):
+            raise
+        sizes_of_tensors = ", ".join(key for key in SIZES if hasattr(cfg.model, key))
+        raise ValueError(f"no computer holds a tensor of this model: {error} ([model] {sizes_of_tensors})") from None
     if cfg.mesh.ep > 1:
         check_experts(cfg)
     if cfg.optim.name == "muon":

@@ -419,6 +419,10 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
             "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]' "
             "(one positive weight per path, normalised; empty = proportional to the number of tokens)",
         ),
+        (
+            "--train.samples=99999999999999999999",
+            "--train.samples: expected an integer of at most 9007199254740992, got 99999999999999999999",
+        ),
         ("--data.num_workers=999", "--data.num_workers: Input should be less than or equal to 64, got 999"),
     ],
 )

@@ -49,9 +49,14 @@ def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"), atomic.replaced(tmp_path / "config.toml") as file:
+    with pytest.raises(OSError, match="No space left") as lost, atomic.replaced(tmp_path / "config.toml") as file:
         file.write("new")
+    assert lost.value.filename == str(tmp_path / "config.toml")
     monkeypatch.undo()
+    for path in (tmp_path, tmp_path / "absent" / "config.toml"):
+        with pytest.raises(OSError) as refused, atomic.replaced(path):
+            pass
+        assert (refused.value.filename, refused.value.filename2) == (str(path), None)
     with pytest.raises(KeyboardInterrupt), atomic.replaced(tmp_path / "config.toml"):
         raise KeyboardInterrupt
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "old")]

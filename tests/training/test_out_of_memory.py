@@ -94,6 +94,15 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line_without_a_traceback(tm
     assert "Traceback" not in said
 
 
+def test_sizes_that_no_tensor_can_have_are_refused_in_one_line_with_their_keys(tmp_path, capsys):
+    keys = KEYS | write_text(tmp_path) | {"model.hidden_size": 12 * 2**40}
+    assert alone(keys, tmp_path / "run") == exit_codes.REFUSED
+    said = capsys.readouterr().err
+    assert "no computer holds a tensor of this model: " in said
+    assert "([model] vocab_size, hidden_size, " in said
+    assert "Traceback" not in said
+
+
 def test_keys_that_are_turned_already_are_not_named():
     def keys(**sections: Any) -> list[str]:
         cfg = config.validate({"train": {"steps": 1}, "batch": {"micro_batch_size": 1}} | sections, "test")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 import transformers
@@ -476,6 +477,7 @@ def test_a_family_without_heads_trains_from_weights_and_is_refused_without(tmp_p
     transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     cfg = resolved(tmp_path)
     assert cfg.model.n_heads == 0
+    assert config.validate(tomli.loads(cfg.to_toml()), "config.toml of a run") == cfg
     with pytest.raises(ValueError, match=r"A_log' of .* cannot be drawn alike on every layout, .* Start from weights"):
         check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
     with_weights = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_from": "elsewhere"})})

@@ -97,7 +97,7 @@ def _split(text: str) -> str:
     Source: get_train_valid_test_split_ (`megatron/data/dataset_utils.py`).
     """
     shares = [share.strip() for share in text.replace("/", ",").strip("'\" ").split(",")]
-    if not 1 <= len(shares) < 3 or not all(shares):
+    if not all(shares):
         return text.replace("/", ",")
     return ",".join([*shares, *["0"] * (3 - len(shares))])
 

@@ -32,7 +32,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         same("exit-interval", "train.exit_interval"),
         same("exit-duration-in-mins", "train.exit_duration_min"),
         lost("step-batch-size-schedule", MANY, "only --rampup-batch-size is built"),
-        lost("calculate-per-token-loss", 0, "the loss of a step is the mean over its tokens"),
+        gone("calculate-per-token-loss", 0, "the loss of a step is the mean over its tokens"),
         lost("gas", 1, "old name of a number of microbatches: use --global-batch-size"),
         lost("no-train", 1, "use [eval] only"),
         lost(

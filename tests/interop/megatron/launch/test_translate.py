@@ -461,7 +461,6 @@ def test_groups_of_a_mesh_that_does_not_make_the_world_are_refused(capsys: pytes
         ("--curriculum-learning", "growing lengths break token counts"),
         ("--use-bnb-optimizer", "moments are fp32"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1"),
-        ("--calculate-per-token-loss", "--calculate-per-token-loss"),
         ("--num-experts 8", "--num-experts 8"),
         ("--moe-aux-loss-coeff 1e-2", "--moe-aux-loss-coeff 1e-2"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp"),
