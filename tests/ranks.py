@@ -188,6 +188,7 @@ def _fork(rank: int, group: Group) -> int:
         _die_with_parent()
         faulthandler.enable(error.open("w"))
         gc.enable()
+        _remake_thread_pool()
         # Unlike the server, a rank may have children: data workers.
         multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
         fn, args = pickle.loads((folder / "call").read_bytes())
@@ -210,6 +211,15 @@ def _fork(rank: int, group: Group) -> int:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _remake_thread_pool() -> None:
+    """Let torch replace the thread pool that it lost in the fork, while this process has one thread.
+
+    Otherwise the first thread that asks for the pool replaces it, without a lock, and another one that asks meanwhile
+    finds none: "Invalid thread pool!" (`caffe2::pthreadpool`). gloo's threads ask for it when they copy tensors.
+    """
+    torch.set_num_threads(1)
 
 
 def _die_with_parent() -> None:
