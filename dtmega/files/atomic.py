@@ -43,8 +43,8 @@ def replaced(path: Path) -> Iterator[TextIO]:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         # A write to a full disk names no file, and a user does not know the temporary one.
-        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
-            error.filename, error.filename2 = str(path), None
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync_folder(path.parent)
 

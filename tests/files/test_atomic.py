@@ -56,7 +56,7 @@ def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monke
     for path in (tmp_path, tmp_path / "absent" / "config.toml"):
         with pytest.raises(OSError) as refused, atomic.replaced(path):
             pass
-        assert (refused.value.filename, refused.value.filename2) == (str(path), None)
+        assert str(refused.value).endswith(f": '{path}'")
     with pytest.raises(KeyboardInterrupt), atomic.replaced(tmp_path / "config.toml"):
         raise KeyboardInterrupt
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "old")]
