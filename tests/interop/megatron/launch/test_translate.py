@@ -228,7 +228,7 @@ SAID: dict[str, dict[str, Any]] = {
     "--pad-vocab-size-to 50304": {"model.vocab_size": 50304},
     "--num-layers 2": {
         **{"model.pad_vocab_to_multiple": 128, "checkpoint.interval": 0, "data.tokenizer": "gpt2"},
-        **{"log.interval": 100, "data.split": "969, 30, 1"},
+        **{"log.interval": 100, "data.split": "969,30,1"},
     },
     "--seq-length 33 --micro-batch-size 3 --global-batch-size 96 --rampup-batch-size 6 9 1000": {
         **{"data.seq_len": 33, "batch.micro_batch_size": 3, "batch.global_batch_size": 96},
