@@ -315,6 +315,8 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
     metrics = run.metrics
     if stopping:
         how = GO_ON if run.health.state.stopped else resume.how_to_resume(run.cfg)
+        if stopping == KILLED:
+            how = f"while '{run.cfg.train.kill_switch}' exists, no start trains; without it, {how}"
         metrics.message(f"stopped after step {at.step} of {end.steps}: {stopping}; {how}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint: {run.checkpoints.newest or 'none'}")

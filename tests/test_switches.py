@@ -46,7 +46,8 @@ def test_a_kill_switch_saves_and_exits_and_lets_no_run_begin(text, tmp_path, mon
     monkeypatch.setattr(ShardedModel, "forward_backward", thrown_in_step_3)
     assert alone(keys, tmp_path / "run") == 0
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step*"))[-1] == "step-00000003"
-    assert "stopped after step 3 of 5: [train] kill_switch; the same command" in capsys.readouterr().out
+    how = f"while '{switch}' exists, no start trains; without it, the same command goes on from there"
+    assert f"stopped after step 3 of 5: [train] kill_switch; {how}" in capsys.readouterr().out
     before = of_run(tmp_path / "run")
     assert alone(keys, tmp_path / "run") == 0
     assert of_run(tmp_path / "run") == before

@@ -75,6 +75,8 @@ def read(source: str, given: Mapping[str, str], number: int = 0) -> tuple[Comman
             or does not determine which command runs.
         OSError: the launch script cannot be read.
     """
+    if not source.strip():
+        raise ValueError("expected the path of a launch script, or a command in quotes, got an empty text")
     path = Path(source)
     is_line = " " in source.strip() and not _is_file(source)
     text = source if is_line else path.read_text(encoding="utf-8", errors="replace")

@@ -163,6 +163,11 @@ def test_a_script_without_a_command_is_refused(text: str, tmp_path: Path, capsys
     assert "has no command with a pretrain_....py in it" in capsys.readouterr().err
 
 
+def test_an_empty_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-megatron", " "]) == 2
+    assert "expected the path of a launch script, or a command in quotes" in capsys.readouterr().err
+
+
 def test_megatrons_llama_is_our_llama() -> None:
     translation = translate(LLAMA)
     assert translation.open == []
