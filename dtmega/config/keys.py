@@ -255,7 +255,7 @@ class Batch(Section):
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """Yield the stairs of the batch-size ramp-up from the one at `samples` consumed samples on.
+        """Yield the stairs of the batch-size ramp-up, beginning with the stair in effect after `samples` samples.
 
         A stair is a stretch of the run with one global batch size.
 

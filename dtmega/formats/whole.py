@@ -152,7 +152,7 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
 
 
 def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Deduplicated:
-    """Our tensors, assembled from a source with the other program's names. Padding rows are left out.
+    """Assemble our tensors from another program's tensors, whose names `form` describes. Padding rows are left out.
 
     Args:
         build: function that builds the whole model, as in `tensor_names`.

@@ -375,10 +375,10 @@ def _consecutive(places: Tensor) -> bool:
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """A strip of biases: a row for each query of the last chunk, and columns for the distances of all chunks.
+    """Biases by distance: one row per query of the last chunk, one column per query-key distance in any chunk.
 
-    Without causality, the first chunk sees keys further ahead than the last chunk does. For these keys, the strip has
-    extra columns beyond the last key.
+    Without causality, early chunks have keys further ahead than the last chunk has. For their distances, the strip has
+    extra columns on the right.
     """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device

@@ -127,7 +127,7 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Gradients:
-        """Run a backward, or its part for inputs or for weights. Let `sums` accumulate the weights' gradients."""
+        """Run a whole backward, or its part for inputs or weights. `self._sums` accumulates the weights' gradients."""
         if self._sums is None or backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         # torch never sets `last_backward` for an input part, even if `backward_one_chunk` runs it as a whole backward.

@@ -33,7 +33,8 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     """Check that every id of a data set is in [0, vocab_size).
 
     Raises:
-        ValueError: an id is outside this range, the tokens are not integers, or the record contradicts the ids.
+        ValueError: an id is outside this range, the tokens are not integers, or the range of ids in the data set's
+            .meta.json is wrong.
     """
     path = f"{dataset.prefix}.bin"
     if dataset.dtype.kind == "f":

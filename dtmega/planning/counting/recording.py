@@ -52,7 +52,7 @@ class Recording:
             self._events.append(Launched(name, launch, new, result, awaited))
 
     def hold(self, node: fx.Node, value: Any) -> None:
-        """Record a new value of the graph."""
+        """Record the value that `node` has computed."""
         slots = [self._slots[address(tensor)] for tensor in tensors_in(value) if address(tensor) in self._slots]
         self._values[node] = slots
         self._n_values.update(slots)

@@ -105,7 +105,7 @@ class Layouts:
         self._refusals: dict[tuple[Any, ...], str] = {}
 
     def legal(self, fallen: Fallen) -> Iterator[Layout]:
-        """Yield each layout that training accepts. Count the refused layouts in `fallen`, by training's reasons."""
+        """Yield each layout that training accepts. Count the refused layouts in `fallen`, by training's messages."""
         for sizes in self._meshes():
             shapes, pipelines = self._shapes(sizes), self._pipelines(sizes)
             for micro_batch_size in self._micro_batch_sizes():
@@ -235,7 +235,7 @@ class Layouts:
         units = layout.mode != "none" and self.cfg.recompute.layers > 1
         pp = layout.pp if self.cfg.pipeline.csv else min(2, layout.pp)
         if not (splits or self._family.directory or self.cfg.pipeline.csv):
-            pp = 1  # the check of a built-in model uses the pipeline only to find out whether backward is split
+            pp = 1  # a built-in model's check only asks whether the schedule splits backward, so it needs no pipeline
         if layout.ep > 1:
             key = "experts", layout.ep, layout.mode
             if refusal := self._refused(key, lambda: checks.check_experts(with_layout(self.cfg, layout))):
