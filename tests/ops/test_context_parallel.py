@@ -94,7 +94,7 @@ def test_a_rank_gets_its_part_of_each_text_and_the_places_in_the_whole_one(has_p
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_the_table_and_window_of_a_layer_reach_each_run_and_by_heads_the_ranks_rows_of_the_table_do(rank):
+def test_the_table_of_a_layer_reaches_each_run_and_so_does_its_window(rank):
     rule = attention_rule(torch.arange(S)[None], causal=True, table=torch.zeros(H, 2 * M + 1), window=9)
     runs = (RunRule(0, 4, 4, rule), RunRule(4, 8, S, rule))
     table = torch.arange(H * (2 * M + 1.0)).view(H, -1)

@@ -13,7 +13,8 @@ from torch import nn
 
 from dtmega import config, mesh
 from dtmega.config.reading import ConfigError
-from dtmega.fsdp.exact import ExactSums, Groups
+from dtmega.fsdp import exact as exact_sums
+from dtmega.fsdp.exact import ExactSums, Groups, StageSums
 from dtmega.fsdp.slots import Slot
 from dtmega.ops.fixed_point import ExactState, Grid
 from dtmega.training import exact
@@ -171,3 +172,25 @@ def test_equal_gradients_of_two_ranks_that_share_a_microbatch_have_different_dig
         assert sums.grids["a"] == Grid.of(1 / 4, 4 * 2 * 3)
         digests.add(int(sums.digests[0].total))
     assert len(digests) == 6
+
+
+def test_all_gradients_are_summed_over_copies_and_those_of_which_tp_ranks_have_parts_over_tp_too(monkeypatch):
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any) -> None:
+        """As if every rank had what is here."""
+        if op == dist.ReduceOp.SUM:
+            tensor *= group.size()
+
+    monkeypatch.setattr(exact_sums, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
+    everyone, shards, copies, tp = (cast(Any, SimpleNamespace(size=lambda n=n: n)) for n in (15, 1, 5, 3))
+    for partial in ([], ["part"], ["part", "whole"]):
+        sums = ExactSums({"part": 2, "whole": 2}, 3, Groups(everyone, shards, copies, tp), CPU)
+        stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in sums.sizes})
+        sums.of_stage[0] = StageSums(stage, str, [], [], partial, sums)
+        sums.begin(n_microbatches=5, scale=1.0)
+        for parameter in stage.values():
+            parameter.grad = torch.tensor([0.125, -0.0625])
+        sums.of_stage[0].swept(0)
+        sums.finish([])
+        for name, parameter in stage.items():
+            times = 5 * 3 if name in partial else 5
+            assert parameter.grad.tolist() == [0.125 * times, -0.0625 * times]
