@@ -159,6 +159,30 @@ def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_c
     assert n_weights == n_gradients == everything
 
 
+def test_the_ranks_of_a_stage_share_muons_matrices_out_in_the_order_of_their_numbers(pretend):
+    cfg = cfg_of(mesh={"pp": 2, "dp_shard": 3}, optim={"name": "muon"})
+    pretend(MIDDLE)
+    matrices = parallelize(cfg, world_of(cfg)).matrices
+    assert matrices is not None
+    assert dist.get_process_group_ranks(matrices.group) == [*range(24, 48)]
+    assert matrices.sizes == (2, 3 * 2, 2)  # copies, shards (cp shares them out too), tp
+
+
+@pytest.mark.parametrize("rank", range(0, 16, 5))
+def test_where_shards_are_copied_each_of_them_has_a_part_of_every_expert_if_there_are_fewer_experts(pretend, rank):
+    pretend(rank, 16)
+    sizes = {"pp": 1, "dp_replicate": 2, "dp_shard": 8, "cp": 1, "tp": 1}
+    model = {"name": "moe", "n_experts": 4, "expert_ffn_hidden_size": 8, "ffn_hidden_size": 8}
+    cfg = cfg_of(mesh=sizes | {"ep": 2}, model=model)
+    held = dict(parallelize(cfg, mesh.start(torch.device("cpu"), sizes, ep=2)).named_parameters())
+    with torch.device("meta"):
+        whole = dict(families.build(cfg).named_parameters())
+    # A rank has two experts, as three others do of its copy of the model.
+    found = {name: local(p).numel() * 8 for name, p in held.items() if ".experts." in name}
+    assert found == {name: whole[name].numel() for name in found}
+    assert found
+
+
 class Built(Exception):
     """Raised by a pipeline that is not really made."""
 

@@ -143,6 +143,17 @@ def test_leftovers_are_named_and_those_of_more_than_a_day_are_deleted(object_sto
     assert resume.finished(open_root(ROOT)) == ["step-00000001"]
 
 
+def test_no_file_of_a_checkpoint_whose_manifest_is_damaged_is_a_leftover(object_store):
+    writer = Writer()
+    writer.save(1)
+    for key, found in list(object_store.objects.items()):
+        data = b"{}" if key.endswith(manifest.NAME) else found.data
+        put(object_store, key.removeprefix("run/checkpoints/"), hours_ago=25, data=data)
+    before = dict(object_store.objects)
+    assert open_root(ROOT).clear_leftovers() == []
+    assert object_store.objects == before
+
+
 def test_a_checkpoint_that_is_too_large_for_one_copy_is_set_aside_in_parts(object_store, monkeypatch):
     writer = Writer()
     writer.save(1)
@@ -205,6 +216,33 @@ def test_a_manifest_whose_answer_is_lost_keeps_its_data(object_store, hasty):
     assert writer.save(2) != ""
     object_store.fault = no_fault
     assert saved() == {2: 2.0}
+
+
+class Forgetful:
+    """A store that takes an object only after so many failures."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.taken = failures, list[bytes]()
+
+    def put(self, key: str, data: bytes, **keywords: object) -> None:
+        from obstore.exceptions import GenericError
+
+        assert keywords["mode"] == "create"
+        self.failures -= 1
+        if self.failures >= 0:
+            raise GenericError("no")
+        self.taken.append(data)
+
+    def get(self, key: str) -> object:
+        raise FileNotFoundError(key)
+
+
+def test_a_manifest_is_published_at_the_third_try_at_the_latest():
+    store = Forgetful(failures=2)
+    object_requests.put_new(store, "manifest", b"data")
+    assert store.taken == [b"data"]
+    with pytest.raises(Unreachable, match="no"):
+        object_requests.put_new(Forgetful(failures=3), "manifest", b"data")
 
 
 def test_a_store_that_fails_during_a_load_is_no_damage(object_store, hasty):

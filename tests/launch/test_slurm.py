@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ LOST = 15  # the script's exit code if its node is lost: SIGTERM
 
 # Does to the run directory what the job step does: takes steps, and leaves an exit.json or none.
 SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >>srun.log
 [ -e step/starts ] || exit 1
 rm -f run/exit.json
 cat step/starts >>run/starts.jsonl
@@ -150,6 +152,13 @@ def test_a_job_is_requeued_after_signals_always_after_losses_three_times_and_aft
 ):
     attempts, came_to = JOBS[name]
     assert run_job(cluster, attempts, monkeypatch) == came_to
+
+
+def test_nodes_that_still_end_an_attempt_cannot_join_the_rendezvous_of_the_next_one(cluster, monkeypatch):
+    run_job(cluster, [Attempt(75), Attempt(0)], monkeypatch)
+    words = (cluster / "srun.log").read_text().splitlines()
+    names = [after for word, after in pairwise(words) if word == "--rdzv-id"]
+    assert names == [f"{JOB}-{restart}" for restart in range(2)]
 
 
 def test_a_job_whose_start_is_refused_trusts_no_file_of_the_job_that_runs(cluster, monkeypatch):

@@ -75,6 +75,18 @@ def test_the_first_matrices_are_drawn_as_wide_as_in_peft_and_from_the_seed_and_t
         assert matrix.std().item() == pytest.approx(of_peft.std().item(), rel=0.1)
 
 
+@pytest.mark.parametrize(("rank", "alpha"), [(2, 3.0), (16, 4.0)])
+def test_an_adapter_adds_its_product_times_alpha_divided_by_the_rank(rank: int, alpha: float):
+    keys = {"rank": rank, "alpha": alpha, "targets": ["mlp.up"]}
+    whole = families.build(configured(keys, {"name": "llama", **SMALL}))
+    (layer, _) = (found.module for name, found in linears(whole).items() if name.endswith("mlp.up"))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 16)
+    expected = x @ layer.weight.T + alpha / rank * (x @ layer.lora_a.T @ layer.lora_b.T)
+    torch.testing.assert_close(layer(x), expected)
+
+
 @pytest.mark.parametrize(
     ("targets", "words"),
     [

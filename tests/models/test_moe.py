@@ -490,3 +490,15 @@ def test_a_mixture_that_is_no_deepseek_v3_is_not_written_as_one(keys: dict[str, 
     ours, _, form = pair("DeepSeek-V3")
     with pytest.raises(ValueError, match="DeepSeek-V3 has latent attention and shared experts: expected"):
         form.to_config(ours.cfg.model_copy(update=keys))
+
+
+def test_all_weights_that_write_to_the_residual_stream_start_smaller_with_more_layers():
+    keys = {"shared_experts": 1, "dense_layers": 1, "n_experts": 4, "init_std": 0.5}
+    cfg = config.MoE(vocab_size=V, hidden_size=16, n_layers=8, n_heads=2, **keys)
+    with torch.device("meta"):
+        model = MoE(cfg)
+    writing = ("attn.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
+    stds = {name: model.init_std(name) for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    for ending in writing:
+        assert {std for name, std in stds.items() if name.endswith(ending)} == {0.5 / 4}, ending
+    assert {std for name, std in stds.items() if not name.endswith(writing)} <= {0.5, None}

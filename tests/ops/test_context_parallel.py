@@ -24,6 +24,7 @@ from dtmega.ops import context_parallel, keyed
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 from dtmega.ops.context_parallel import ContextParallel
+from dtmega.ops.shared_rule import RunRule, SharedRule
 from tests import ranks
 
 # Number of ranks -> the two slices of each rank, as in the figure of Llama 3's paper, section 3.3.2.
@@ -90,6 +91,18 @@ def test_a_rank_gets_its_part_of_each_text_and_the_places_in_the_whole_one(has_p
         "labels": [place + 50 for place in decoder],
         "sample_ids": [7],
     }
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_table_of_a_layer_reaches_each_run_and_so_does_its_window(rank):
+    rule = attention_rule(torch.arange(S)[None], causal=True, table=torch.zeros(H, 2 * M + 1), window=9)
+    runs = (RunRule(0, 4, 4, rule), RunRule(4, 8, S, rule))
+    table = torch.arange(H * (2 * M + 1.0)).view(H, -1)
+    tokens = SharedRule(alone(rank, 3), runs, True, True).with_table(table).with_window(2)
+    assert [run.rule.window for run in tokens.runs] == [2, 2]
+    assert all(torch.equal(run.rule.table, table) for run in tokens.runs)
+    heads = SharedRule(alone(rank, 3)._replace(by_heads=True), runs[:1], True, True).with_table(table)
+    assert torch.equal(heads.runs[0].rule.table, table[2 * rank : 2 * rank + 2])
 
 
 class Rule(NamedTuple):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega.planning.counting.role import Role
+from dtmega.planning.counting.ledger import Span
+from dtmega.planning.counting.role import PARAMETERS, ROWS, Role
+from dtmega.planning.extrapolation import extrapolated
 from dtmega.planning.plan import times_repeated, totals
 from dtmega.planning.work import COMPUTE, Message, Work
 from tests import ranks
@@ -121,8 +123,8 @@ for _schedule in PIPELINES:
 def test_a_step_of_many_microbatches_is_extrapolated_exactly(name: str, device: torch.device):
     values = real_step.nested(SMALL | MANY[name] | {"batch.micro_batch_size": 1})
     whole = ranks.run(2, real_step.planned, values, device, timeout_s=TIMEOUT_S)
-    extrapolated = ranks.run(2, real_step.planned, values, device, True, timeout_s=TIMEOUT_S)
-    for role, expected in zip(extrapolated, whole, strict=True):
+    shortened = ranks.run(2, real_step.planned, values, device, True, timeout_s=TIMEOUT_S)
+    for role, expected in zip(shortened, whole, strict=True):
         assert role.repeated
         assert role.held == expected.held
         assert role.peak.peak_bytes == expected.peak.peak_bytes
@@ -136,3 +138,12 @@ def test_the_middle_microbatch_and_every_send_stand_for_those_that_were_not_run(
     assert [times_repeated(work, 4, 16) for work in sends] == [4] * 4
     assert [times_repeated(work, 4, 16) for work in kernels] == [1, 1, 13, 1] * 2
     assert times_repeated(Work("optimizer", COMPUTE, "mm", flops=1), 4, 16) == 1
+
+
+def test_a_step_begins_with_its_own_rows_and_what_a_whole_step_has_left():
+    """After a step of 3 microbatches, each of which leaves 11 bytes, one of 4 begins, with rows of 10 bytes each."""
+    begin = Span("begin", 100 + 33 + 40, {PARAMETERS: 100, "left": 33, ROWS: 40}, 100 + 33 + 40)
+    longer, shorter = {PARAMETERS: 100, "left": 44}, {PARAMETERS: 100, "left": 33}
+    (found,) = extrapolated(Role(0, 4, longer, [begin], [], 3, shorter, [begin]), 16, {}).spans
+    assert found.at_peak == {PARAMETERS: 100, "left": 16 * 11, ROWS: 16 * 10}
+    assert found.peak_bytes == found.held_bytes == 100 + 16 * 11 + 16 * 10

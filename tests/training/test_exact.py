@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dtmega import config, mesh
 from dtmega.config.reading import ConfigError
-from dtmega.fsdp.exact import ExactSums, Groups
+from dtmega.fsdp import exact as exact_sums
+from dtmega.fsdp.exact import ExactSums, Groups, StageSums
+from dtmega.fsdp.slots import Slot
 from dtmega.ops.fixed_point import ExactState, Grid
 from dtmega.training import exact
 from dtmega.training.checks import check
@@ -149,3 +153,44 @@ def test_another_machine_is_told_where_it_is_allowed_and_everything_else_is_stil
     ]
     with pytest.raises(ValueError, match="the kind of processor was 'abacus'"):
         exact.check_fixed(ExactState({}, now | {"the kind of processor": "abacus"}), now)
+
+
+def test_equal_gradients_of_two_ranks_that_share_a_microbatch_have_different_digests(monkeypatch):
+    monkeypatch.setattr(exact, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))
+    group = SimpleNamespace(size=lambda: 1)
+    whole: Any = SimpleNamespace(full_name=str, blocks=list, read_by_layers=[], ties=[])
+    whole.named_parameters = lambda: [("a", torch.zeros(3))]
+    digests: set[int] = set()
+    for place in ({"tp": tp, "cp": cp} for tp in range(2) for cp in range(3)):
+        world: Any = SimpleNamespace(sizes={"tp": 2, "cp": 3}, coordinate=place.get, device=CPU)
+        world.groups = dict.fromkeys(("fsdp", "dp_replicate", "tp"), group)
+        sums = exact.sums(world, whole, {}, {})
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.tensor([0.1, -0.05, 0.0])
+        sums.begin(n_microbatches=4, scale=1.0)
+        sums.add([Slot("a", parameter, None, [], partial=False)], 0)
+        assert sums.grids["a"] == Grid.of(1 / 4, 4 * 2 * 3)
+        digests.add(int(sums.digests[0].total))
+    assert len(digests) == 6
+
+
+def test_all_gradients_are_summed_over_copies_and_those_of_which_tp_ranks_have_parts_over_tp_too(monkeypatch):
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any) -> None:
+        """As if every rank had what is here."""
+        if op == dist.ReduceOp.SUM:
+            tensor *= group.size()
+
+    monkeypatch.setattr(exact_sums, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
+    everyone, shards, copies, tp = (cast(Any, SimpleNamespace(size=lambda n=n: n)) for n in (15, 1, 5, 3))
+    for partial in ([], ["part"], ["part", "whole"]):
+        sums = ExactSums({"part": 2, "whole": 2}, 3, Groups(everyone, shards, copies, tp), CPU)
+        stage = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in sums.sizes})
+        sums.of_stage[0] = StageSums(stage, str, [], [], partial, sums)
+        sums.begin(n_microbatches=5, scale=1.0)
+        for parameter in stage.values():
+            parameter.grad = torch.tensor([0.125, -0.0625])
+        sums.of_stage[0].swept(0)
+        sums.finish([])
+        for name, parameter in stage.items():
+            times = 5 * 3 if name in partial else 5
+            assert parameter.grad.tolist() == [0.125 * times, -0.0625 * times]

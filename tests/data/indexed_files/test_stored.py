@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -363,6 +364,19 @@ def test_lost_tokens_are_told_in_one_line(object_store, text, kind, words_of_it,
     assert error.startswith("cannot read tokens: s3://bucket/a/text.bin")
     assert words_of_it in error
     assert "\n" not in error
+
+
+@pytest.mark.parametrize(("size", "answer"), [(8, b"abcd"), (7, b"abcd"), (8, b"abc"), (8, b"abcdefgh")])
+def test_an_answer_of_another_length_or_of_an_object_of_another_size_is_not_taken_for_the_range(size, answer):
+    # Without ETags, a version is a time in seconds, which an object that was replaced at once may have too.
+    file = object_file.ObjectFile("s3://bucket/a/text.bin", 8, "one time")
+    result = SimpleNamespace(meta={"size": size, "e_tag": "one time"}, bytes=lambda: answer)
+    file._store = SimpleNamespace(get=lambda name, options: result)
+    if (size, answer) == (8, b"abcd"):
+        assert file.read([(2, 6)]) == [b"abcd"]
+        return
+    with pytest.raises(object_file.Changed, match=r"s3://bucket/a/text.bin has been replaced since"):
+        file.read([(2, 6)])
 
 
 @pytest.mark.parametrize("kind", ["503", "cut"])

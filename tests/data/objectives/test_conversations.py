@@ -140,6 +140,15 @@ def alone(models: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
     return dict(zip(models, found, strict=True))
 
 
+def test_each_conversation_of_a_row_and_the_padding_after_it_are_a_document_with_positions_of_its_own():
+    rows = rows_of(True)
+    for row, lengths in enumerate(LENGTHS):
+        inside = [n - 1 for n in lengths]  # the last token of each is only a label
+        parts = [*inside, S - sum(inside)]
+        assert rows["document_ids"][row].tolist() == [number for number, n in enumerate(parts) for _ in range(n)]
+        assert rows["position_ids"][row].tolist() == [place for n in parts for place in range(n)]
+
+
 def test_packed_conversations_have_the_loss_and_gradients_of_each_alone(models, alone):
     (found,) = ranks.run(1, outcomes, [*models.values()], ALONE[1], True)
     for name, outcome in zip(models, found, strict=True):

@@ -13,6 +13,7 @@ from dtmega.pipelining.table import SCHEDULES, make_table, simulate
 from dtmega.planning.extrapolation import in_flight
 from dtmega.planning.plan import plan_job, time_step
 from dtmega.planning.prices import fabric, formulas
+from dtmega.planning.search import duration
 from dtmega.planning.search.estimate import MARGIN, Estimator
 from dtmega.planning.search.layout import Layout
 from dtmega.planning.search.places import Places, in_flight_of
@@ -111,6 +112,20 @@ def test_experts_send_what_leaves_a_rank_four_times_and_six_times_if_recomputed(
         four, five = (estimator.estimate(layout).seconds for estimator in estimators)
         row_bytes = 2048 * 2
         assert five - four == pytest.approx(4 * times * SEQ_LEN * 8 * row_bytes * 3 / 4, rel=1e-4)
+
+
+def test_a_boundary_goes_to_the_rank_after_all_data_cp_and_tp_ranks_of_its_stage(monkeypatch: pytest.MonkeyPatch):
+    ends: set[tuple[int, int]] = set()
+
+    def send_seconds(n_bytes: int, of: fabric.Fabric, sender: int, receiver: int) -> float:
+        ends.add((sender, receiver))
+        return 0.0
+
+    monkeypatch.setattr(duration.pricing, "send_seconds", send_seconds)
+    cfg = bloom("--batch.rampup [] --model.n_layers 4 --model.vocab_size 512")
+    layout = PLAIN._replace(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=4, cp_form="gather")
+    Estimator(cfg, families.pieces(cfg.model), A100).estimate(layout)
+    assert ends == {tuple(mesh.group_lists(layout.sizes)["pp"][0][:2])}
 
 
 def test_blooms_own_layout_takes_what_was_counted():
