@@ -181,8 +181,8 @@ def test_a_size_beyond_every_stored_dimension_is_refused_and_a_length_is_not():
     stored = Memory({str(i): torch.zeros(3) for i in range(4)})
     check_stored(small("llama", max_position_embeddings=2**24), stored, "FILE")
     for key in ("vocab_size", "hidden_size", "ffn_hidden_size"):
-        with pytest.raises(ValueError, match=rf"FILE has {key}={2**62}, but the largest dimension of its tensors is 3"):
-            check_stored(small("bloom", n_heads=1, **{key: 2**62}), stored, "FILE")
+        with pytest.raises(ValueError, match=rf"FILE has {key}={2**52}, but the largest dimension of its tensors is 3"):
+            check_stored(small("bloom", n_heads=1, **{key: 2**52}), stored, "FILE")
 
 
 def test_a_number_that_is_not_finite_is_named_by_its_place_in_the_whole_tensor():

@@ -428,8 +428,8 @@ def test_verify_plan_refuses_a_config_json_that_is_none_with_one_message(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 2**62}, f"has hidden_size={2**62}, but the largest dimension of its tensors is 256"),
-        ({"vocab_size": 10**400}, "has vocab_size=1000"),
+        ({"hidden_size": 2**52}, f"has hidden_size={2**52}, but the largest dimension of its tensors is 256"),
+        ({"vocab_size": 10**400}, "vocab_size: expected an integer of at most 9007199254740992, got 1000"),
         ({"n_layer": 10**9}, "has n_layer=1000000000, but 29 tensors are stored beside it"),
         ({"n_layer": 999}, "has n_layers=999, but 29 tensors"),
         ({"n_layer": "many"}, "has n_layer='many', expected a number above 0 ([model] n_layers)"),
