@@ -14,7 +14,7 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
 from dtmega.training.recompute import recompute
 from tests.models.test_bloom_definition import EVERYTHING, batch, model_of
-from tests.operations import Operations
+from tests.operations import Operations, needs_onednn_bfloat16
 
 L = EVERYTHING["n_layers"]
 NONE, FULL = config.Recompute(), config.Recompute(mode="full")
@@ -51,6 +51,7 @@ def test_recompute_changes_no_bit_and_selective_keeps_products_and_attention(key
     assert cheap == COUNTED | {"addmm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0}
 
 
+@needs_onednn_bfloat16
 def test_selective_keeps_attention_and_products_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
     counts = {}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dtmega.ops.cpu.linear import WIDE, multiply_on_amx
-from tests.operations import Operations
+from tests.operations import Operations, needs_onednn_bfloat16
 
 
 def result_and_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -17,7 +17,7 @@ def result_and_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.double().square().sum(), [x, *weights])]
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [pytest.param(True, marks=needs_onednn_bfloat16), False])
 @pytest.mark.parametrize(("n_inputs", "n_outputs"), [(8, 24), (24, 8)])
 def test_results_and_gradients_are_those_of_fp64_as_far_as_bfloat16_says(n_inputs, n_outputs, bias):
     torch.manual_seed(0)
@@ -35,6 +35,7 @@ def test_results_and_gradients_are_those_of_fp64_as_far_as_bfloat16_says(n_input
         assert distance <= 1.01 * (its.double() - right).norm() + 1e-12
 
 
+@needs_onednn_bfloat16
 @pytest.mark.parametrize(("times", "transposed"), [(WIDE, 1), (1, 0)])
 def test_only_of_a_wide_matrix_is_the_gradient_made_from_a_transposed_copy(times, transposed):
     model = nn.Linear(8 * times, 8).bfloat16()
