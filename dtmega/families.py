@@ -312,7 +312,7 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def pieces_of_run(cfg: config.Config) -> list[Piece]:
-    """As `pieces`, for the model of a run: adapters and frozen weights change the costs of the pieces."""
+    """The pieces of a run's model, like `pieces`, but with the costs of adapters and of frozen weights."""
     with torch.device("meta"):
         whole = build(cfg)
     return of(cfg.model).pieces(whole)

@@ -1,4 +1,4 @@
-"""What a resumed run does about configuration keys that have changed: accept, print or refuse the change.
+"""Compare the configuration of a resumed run with the saved one: accept, print or refuse each changed key.
 
 free      accepted silently: paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change

@@ -42,7 +42,7 @@ class DataFile:
 
         Args:
             tensor: content of the slice.
-            offsets: where the slice begins in the whole tensor, one index per dim.
+            offsets: index of the slice's first element in the whole tensor, one number per dim.
 
         Returns:
             The chunk's entry for the manifest.

@@ -47,7 +47,7 @@ class Disk:
     Attributes:
         parallel_reads: number of concurrent reads that gives the best speed.
         stays_readable: whether an open file remains readable after its deletion.
-        second_writer: what happens if two runs write to the same URL, which cannot be locked; for a warning.
+        second_writer: consequence of a second run that writes here without a lock, as text for a warning.
     """
 
     parallel_reads = 1

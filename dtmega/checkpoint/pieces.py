@@ -1,4 +1,4 @@
-"""Tensors of which one rank holds several separate slices, for torch's checkpoint planners.
+"""Tensors with several separate slices on one rank, for torch's checkpoint planners.
 
 An example is GPT-2's fused weight [q | k | v]: sharded over tp, each rank holds a slice of q, one of k and one of v.
 """
@@ -19,7 +19,7 @@ from dtmega.ops.shards import boxes, in_parts
 
 
 class Pieces:
-    """A tensor of which this rank holds several slices ("boxes"), as torch's checkpoint planners expect it.
+    """A tensor with several slices ("boxes") on this rank, in the form that torch's checkpoint planners expect.
 
     For a DTensor, torch plans a single slice per rank. The two methods with double underscores are torch's protocol for
     tensors that list their own slices (`torch.distributed.checkpoint.planner_helpers`).
@@ -50,7 +50,7 @@ class Pieces:
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap each tensor of which this rank holds several slices in a `Pieces` object; keep all other tensors."""
+    """Wrap each tensor with several slices on this rank in a `Pieces` object; keep all other tensors."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor

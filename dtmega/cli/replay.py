@@ -38,7 +38,7 @@ ENDINGS = ("exit_interval", "exit_duration_min", "drift_interval", "max_skipped"
 
 
 class Source(NamedTuple):
-    """What a replay needs from the original run.
+    """The original run's digests and configuration, as a replay needs them.
 
     Attributes:
         recorded: digests that the run recorded.

@@ -160,8 +160,8 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip holds the bias of the last chunk. This chunk starts `shift` queries earlier, so column j + `shift`
-        # of the strip is the bias of key j.
+        # The strip's columns are the keys of the last chunk of queries. This chunk starts `shift` queries earlier, so
+        # key j has the same distance from its queries as column j + `shift` has from the last chunk's queries.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 

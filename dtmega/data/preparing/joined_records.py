@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> PartRecord | None:
-        """Which part of which text this is, as `tokenize --part` recorded it; None if the data set is not a part."""
+        """The text and the part's number, as recorded by `tokenize --part`; None if the data set is not a part."""
         return self.record and self.record.part
 
     @property

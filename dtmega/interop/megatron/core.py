@@ -174,7 +174,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """How to read our tensors from a stored weight, keyed by tensor name: one per layer if the weight is [L, ...].
+    """The assembly of each of our tensors from a stored weight, keyed by name: one per layer if the weight is [L, ...].
 
     Args:
         name: name of the weight, which shows whether the weight is stacked over the layers.

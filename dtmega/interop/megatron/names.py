@@ -30,7 +30,7 @@ class TableRow(NamedTuple):
     Attributes:
         ours: name of dtmega's tensor or module, or a tuple of several names, as in `Rule`.
         theirs: name of Megatron's tensor or module.
-        cut: how tensor parallelism shards Megatron's tensor or module.
+        cut: form in which tensor parallelism shards Megatron's tensor or module.
         form: relation between dtmega's tensors and Megatron's tensors, as in `Rule`.
         parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, 1 for
             any other tensor.

@@ -60,7 +60,7 @@ class Summary(NamedTuple):
         place: index of the rank in its pipeline.
         peak_bytes: peak memory of the rank.
         action: action of the schedule during which the peak occurs.
-        at_peak: what the memory is used for at the peak, such as "gradients" -> bytes.
+        at_peak: bytes in use at the peak, keyed by purpose, such as "gradients".
     """
 
     place: int
