@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as table
+from benchmarks import commits
 from benchmarks.rows.measure import Row, check_losses, check_tensors, cpu_ms, interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,3 +89,39 @@ def test_notes_are_of_rows_that_there_are():
     assert records
     assert notes.keys() <= {found["name"] for found in recorded}
     assert all(found["name"] in notes for found in recorded if found["falls_short"])
+
+
+def chunk(offsets: list[int], sizes: list[int], start: int) -> list[Any]:
+    return [offsets, sizes, "data-00000.bin", start, []]
+
+
+def write_checkpoint(folder: Path, chunks: list[list[Any]], values: list[float]) -> None:
+    entry = {"dtype": "float32", "shape": [2, 2], "chunks": chunks}
+    folder.mkdir()
+    folder.joinpath("manifest.json").write_text(json.dumps({"content": {"tensors": {"model/w": entry}}}))
+    folder.joinpath("data-00000.bin").write_bytes(torch.tensor(values).numpy().tobytes())
+
+
+def test_a_tensor_has_one_digest_on_every_division_and_another_with_a_bit_flipped(tmp_path: Path):
+    columns = [chunk([0, 1], [2, 1], 0), chunk([0, 0], [2, 1], 8)]
+    write_checkpoint(tmp_path / "whole", [chunk([0, 0], [2, 2], 0)], [1.0, 2.0, 3.0, 4.0])
+    write_checkpoint(tmp_path / "columns", columns, [2.0, 4.0, 1.0, 3.0])
+    write_checkpoint(tmp_path / "flipped", columns, [2.0, 4.0, 1.0, 3.0000002])
+    digests = [dict(commits.tensor_digests(tmp_path / name)) for name in ("whole", "columns", "flipped")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({}, ""),
+        ({"metrics": [{"loss": 1.0000000000000002}]}, "metrics line 1"),
+        ({"metrics": []}, "metrics line 1"),
+        ({"tensors": {"w": "a", "v": "b"}}, "1 tensors differ, such as v"),
+        ({"refused": "exit code 2: no"}, "the new tree refuses it: exit code 2: no"),
+    ],
+)
+def test_the_first_difference_between_two_commits_is_named(changed: dict[str, Any], what: str):
+    old = {"metrics": [{"loss": 1.0}], "tensors": {"w": "a"}}
+    assert commits.difference(old, old | changed).startswith(what)
+    assert (commits.difference(old, old | changed) == "") == (what == "")
