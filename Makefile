@@ -93,7 +93,7 @@ bench: .venv/installed-bench
 
 # Variables, because make would split the lists at their commas inside $(call ...).
 BENCH_EXTRAS = bench,report
-TEST_EXTRAS = bench,browser,eval,kubeflow,mlflow,notebook,peft,png,ray,s3,test,trackio,wandb
+TEST_EXTRAS = bench,browser,eval,kubeflow,mlflow,notebook,peft,ray,s3,test,trackio,wandb
 
 # A stamp file that is newer than its sources makes the second call instant. A killed install leaves no stamp.
 .venv/installed: pyproject.toml constraints.txt

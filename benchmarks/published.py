@@ -3,7 +3,7 @@
 The efficiency is the share of the peak that large products reach. It is fitted to the published figures of a GPU kind,
 each source with the same weight. A row's held-out error comes from a fit without this row; the last column, from a fit
 without any row of its source, says more about a run of one's own. The closed form
-(`planning/prices/closed_form.py`) stands in for counted work until `dtmega plan` can run every one of these models.
+(`closed_form.py`) stands in for counted work until `dtmega plan` can run every one of these models.
 
     python benchmarks/published.py           print the table and the values for dtmega/planning/prices/fabrics/*.toml
 """
@@ -22,9 +22,9 @@ import tomli
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dtmega.planning.prices import closed_form
+from benchmarks import closed_form
+from benchmarks.closed_form import Run
 from dtmega.planning.prices import fabric as fabrics
-from dtmega.planning.prices.closed_form import Run
 from dtmega.planning.prices.fabric import Fabric
 
 DATA = Path(__file__).with_suffix(".toml")

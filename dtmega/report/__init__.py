@@ -2,7 +2,6 @@
 
 `record.py` reads metrics.jsonl, `run.py` reads the whole run directory, and `page.py` writes the HTML. `plan_page/`
 writes the page about a plan. `document.py` wraps either page in a complete HTML document. `curves.py` computes the
-curves. `plots.py` and `phase_plot.py` draw the page's figures with plotly, `loads/` draws the heat map of the expert
-loads, and `png.py` draws the picture for `--png` with matplotlib. plotly and matplotlib are optional libraries; only
-the drawing modules and `write.py` import them.
+curves. `plots.py` and `phase_plot.py` draw the page's figures with plotly, and `loads/` draws the heat map of the
+expert loads. plotly is an optional library; only the drawing modules and `write.py` import it.
 """

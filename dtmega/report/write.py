@@ -1,4 +1,4 @@
-"""Write the files of `dtmega report`: the page and, with `--png`, the picture."""
+"""Write the page of `dtmega report`."""
 
 from __future__ import annotations
 
@@ -26,26 +26,20 @@ def default_output(directories: Sequence[str]) -> Path:
     return Path(first, name)
 
 
-def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
-    """Write the page about the given runs and, if requested, a picture of the curves.
+def write(directories: Sequence[str], output: Path) -> None:
+    """Write the page about the given runs.
 
     Args:
         directories: run directories.
         output: path of the page.
-        png: whether to also write the curves as a picture, at the page's path with the suffix .png.
-
-    Returns:
-        The paths of the written files.
 
     Raises:
-        ValueError: a directory is not a run directory, or plotly (for `png` also matplotlib) is not installed.
+        ValueError: a directory is not a run directory, or plotly is not installed.
         OSError: a file cannot be read or written.
     """
     optional_imports.check("plotly", "report", "the page")
-    if png:
-        optional_imports.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
-    # Optional libraries, and the modules that need these libraries, are imported only after the checks above.
+    # plotly, and the modules that need it, are imported only after the check above.
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
     from dtmega.report import page, plots
@@ -61,8 +55,3 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     colours = [colour(number) for number in range(len(runs))]
     with atomic.replaced(output) as file:
         file.write(page.page(runs, figures, get_plotlyjs(), colours, output.parent))
-    if not png:
-        return [output]
-    from dtmega.report import png as picture
-
-    return [output, picture.draw(runs, output.with_suffix(".png"))]

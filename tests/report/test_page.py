@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import struct
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -562,23 +561,13 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.C
     )
 
 
-@pytest.mark.parametrize(
-    ("library", "extra", "who"), [("plotly", "report", "the page"), ("matplotlib", "png", "a picture (--png)")]
-)
-def test_a_library_that_is_missing_is_one_line_that_says_what_to_install(
-    library: str,
-    extra: str,
-    who: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_plotly_that_is_missing_is_one_line_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    if library == "matplotlib":
-        pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
-    monkeypatch.setitem(sys.modules, library, None)
-    assert dtmega.main(["report", str(tmp_path), "--png"]) == exit_codes.REFUSED
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert dtmega.main(["report", str(tmp_path)]) == exit_codes.REFUSED
     assert capsys.readouterr().err == (
-        f"dtmega report: {who} needs {library}, which is not installed: pip install -e '.[{extra}]'\n"
+        "dtmega report: the page needs plotly, which is not installed: pip install -e '.[report]'\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -624,18 +613,3 @@ def test_a_page_of_many_steps_is_written_where_it_is_asked_for_and_has_the_one_s
     assert len(values) <= 2 * curves.BUCKETS + 2
     assert written[0].stat().st_size < 6.5e6
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "report.html"]
-
-
-@pytest.mark.parametrize("phases", [{}, {"data_s": 0.25, "forward_backward_s": 0.5}])
-def test_the_picture_is_a_png_of_the_size_that_is_said(
-    phases: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install -e '.[png]')")
-    folder = write(tmp_path, [*(step_line(step, **phases) for step in range(1, 200)), {"step": 9, "val_loss": 3.5}])
-    assert dtmega.main(["report", str(folder), "--png"]) == 0
-    assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.png")]
-    raw = (folder / "report.png").read_bytes()
-    assert raw[:8] == b"\x89PNG\r\n\x1a\n"
-    n_rows = 4 if phases else 3  # of two panels each: six numbers, and the phases
-    assert struct.unpack(">II", raw[16:24]) == (1210, round((3.4 + n_rows * 2.1) * 110))

@@ -1,7 +1,7 @@
 """`dtmega report`: draws a run, or a comparison of several runs, as one HTML page.
 
 dtmega report runs/bloom
-dtmega report runs/bloom runs/faster --output both.html --png
+dtmega report runs/bloom runs/faster --output both.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     default = "report.html in the run directory; for several runs, report-with-OTHERS.html in the first one"
     parser.add_argument("--output", metavar="FILE", help=f"page to write (default: {default})")
-    parser.add_argument("--png", action="store_true", help="also write the curves as a PNG file next to the page")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -28,6 +27,6 @@ def command(args: argparse.Namespace) -> int:
     for run in args.runs:
         check_is_folder(run)
     output = Path(args.output) if args.output else write.default_output(args.runs)
-    for path in write.write(args.runs, output, png=args.png):
-        print(path)
+    write.write(args.runs, output)
+    print(output)
     return exit_codes.DONE

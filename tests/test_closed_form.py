@@ -1,4 +1,4 @@
-"""planning/prices/closed_form.py and benchmarks/published.py against the papers' formulas and the sources' counts."""
+"""benchmarks/closed_form.py and benchmarks/published.py against the papers' formulas and the sources' counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks import published
-from dtmega.planning.prices import closed_form
+from benchmarks import closed_form, published
+from benchmarks.closed_form import Run
 from dtmega.planning.prices import fabric as fabrics
-from dtmega.planning.prices.closed_form import Run
 
 FIGURES, SOURCES = published.read()
 LOADED = {name: fabrics.load(name) for name in published.GPU_KINDS}
