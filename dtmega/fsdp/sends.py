@@ -2,7 +2,7 @@
 
 gloo's reduce-scatter is an all-reduce of the whole input, from which each rank keeps one part. gloo's all-gather copies
 the data through a buffer. Implemented with messages, both collectives move only (n - 1) / n of the payload, which is
-the minimum, and take a third of gloo's CPU time (benchmarks/TIMINGS.md).
+the minimum, and take a third of gloo's CPU time (archive/2026-11.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a CPU, both passes process a few rows at a time. These rows and an fp32 scratch buffer stay in the core's cache from
 one pass to the next, so two passes of plain torch operations are faster than torch's softmax and Inductor's kernels
-(benchmarks/TIMINGS.md). On a GPU, two Inductor kernels read the logits of a whole chunk, so that no fp32 copy of the
+(archive/2026-11.md). On a GPU, two Inductor kernels read the logits of a whole chunk, so that no fp32 copy of the
 logits is ever stored.
 """
 

@@ -2,7 +2,7 @@
 
 An operation on several threads is done when its last thread is done. If another process uses one of the cores, the
 thread on that core is always late, and the other threads keep their cores busy while they wait
-(benchmarks/TIMINGS.md).
+(archive/2026-11.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 By default, glibc requests each buffer above 32 MiB (and often smaller buffers) from the system, and returns the buffer
 when it is freed. The system fills every new buffer with zeros, in pages of 4 KiB. For a chunk's logits and the gradient
 of the head's weight, filling with zeros took a sixth as long as the matrix products, or a tenth of a whole step
-(benchmarks/TIMINGS.md).
+(archive/2026-11.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The weight of a fused projection consists of several matrices side by side. Each matrix is sharded over tp, so a rank's
 rows are not contiguous. DTensor has the placement `_StridedShard` for such shards. With this placement, `full_tensor()`
 returns the columns in transformers' order on any layout, but fails in torch 2.11; use `shards.full_tensor` instead.
-A checkpoint must not treat a strided shard as one box; see `docs/log/2026-11.md`.
+A checkpoint must not treat a strided shard as one box; see `archive/2026-11.md`.
 """
 
 from __future__ import annotations
