@@ -12,11 +12,12 @@ Nothing here imports torch, so that a bad configuration is refused within a frac
     schema.py       declarations of keys, and their description in `--help`
     mixtures.py     the notation for mixtures in [data]
     reading.py      conversion of TOML and options into sections, with errors in plain words
-    suggestions.py  suggestions for unknown keys, from the table in synonyms.py
+    suggestions.py  suggestions for unknown keys, from the table in synonyms.toml; imported if a key is unknown
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,10 +50,8 @@ from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, MoE, Transform
 from dtmega.config.model_keys import DropoutModel as DropoutModel
 from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
-from dtmega.config.reading import ConfigError, Override
+from dtmega.config.reading import ConfigError, Override, Suggester
 from dtmega.config.schema import Section
-from dtmega.config.suggestions import SimilarKeys
-from dtmega.config.synonyms import SECTIONS, SYNONYMS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
@@ -208,7 +207,12 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
-SIMILAR_KEYS = SimilarKeys(Config, SYNONYMS, SECTIONS)
+@functools.cache
+def similar_keys() -> Suggester:
+    """Suggestions for unknown keys of the configuration."""
+    from dtmega.config.suggestions import SimilarKeys  # only a key that does not exist needs it
+
+    return SimilarKeys(Config)
 
 
 def load(argv: list[str]) -> Config:
@@ -231,7 +235,7 @@ def load(argv: list[str]) -> Config:
             following = argv[position + 1 : position + 2]
             print(help_text(*(word for word in following if not word.startswith("-"))))
             sys.exit(0)
-    name, overrides = reading.read_argv(argv, USAGE, SIMILAR_KEYS)
+    name, overrides = reading.read_argv(argv, USAGE, similar_keys)
     return read(find_file(name), overrides)
 
 
@@ -304,7 +308,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
         # A warm-up on the command line replaces the file's warm-up, even under a different key, because a
         # configuration with both keys would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
-    return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
+    return reading.validate(Config, {"train": {}, **values}, source, similar_keys, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:

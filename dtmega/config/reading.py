@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
@@ -38,6 +38,9 @@ class Suggester(Protocol):
     def of_section(self, section: str) -> str: ...
 
 
+Suggestions = Callable[[], Suggester]
+
+
 class Override(NamedTuple):
     """An option `--section.key text` on the command line."""
 
@@ -62,7 +65,7 @@ class CommandLine(NamedTuple):
     overrides: list[Override]
 
 
-def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandLine:
+def read_argv(argv: Sequence[str], usage: str, suggestions: Suggestions) -> CommandLine:
     """Parse `--config NAME` and overrides; `--key value` and `--key=value` are equivalent.
 
     Raises:
@@ -76,7 +79,7 @@ def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandL
         if not flag.startswith("--"):
             raise ConfigError(f"cannot read argument '{flag}'; usage: {usage}")
         if flag != "--config" and "." not in flag:
-            suggestion = suggester.of_key("", flag[2:], {}, option=True)
+            suggestion = suggestions().of_key("", flag[2:], {}, option=True)
             raise ConfigError(f"cannot read argument '{flag}', which has no section{suggestion} (usage: {usage})")
         if not eq:
             if not words:
@@ -153,7 +156,7 @@ def validate(
     kind: type[Sections],
     values: Mapping[str, Any],
     source: str,
-    suggester: Suggester,
+    suggestions: Suggestions,
     overrides: Sequence[Override] = (),
 ) -> Sections:
     """Make typed sections from values and options.
@@ -162,7 +165,7 @@ def validate(
         kind: class of the configuration, with one field per section.
         values: values in TOML's types, as section -> key -> value.
         source: name of the file that the values come from, for messages.
-        suggester: source of suggestions for keys that do not exist.
+        suggestions: function that returns the source of suggestions, called if a key does not exist.
         overrides: options that replace values, in order; later options win.
 
     Raises:
@@ -175,7 +178,7 @@ def validate(
         if isinstance(table, dict):
             tables[section] = table
         else:
-            suggestion = suggester.of_key("", section, {})
+            suggestion = suggestions().of_key("", section, {})
             refusals.append(
                 f"{source}: '{section:.{SHOWN}}' stands outside any section, expected [section] tables{suggestion}"
             )
@@ -183,8 +186,8 @@ def validate(
         section: _choose_class(section, SectionClasses.of(info), tables.get(section, {}), source, overrides)
         for section, info in kind.model_fields.items()
     }
-    merged = _known_keys(tables, chosen, source, suggester, refusals)
-    _apply_overrides(merged, overrides, chosen, suggester, refusals)
+    merged = _known_keys(tables, chosen, source, suggestions, refusals)
+    _apply_overrides(merged, overrides, chosen, suggestions, refusals)
     for section, table in merged.items():
         for k, value in table.items():
             if type(value) is int and abs(value) > LARGEST:
@@ -224,17 +227,17 @@ def _choose_class(
 
 
 def _known_keys(
-    tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
+    tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggestions: Suggestions, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
     """Copy the tables of a TOML file and append messages about unknown sections and keys to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
         if section not in chosen and not table:
-            refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggester.of_section(section)}")
+            refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggestions().of_section(section)}")
         for k in merged[section]:
             # Finding a suggestion takes a millisecond or two, so the number of suggestions is limited.
-            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggester)):
+            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggestions)):
                 refusals.append(unknown)
     return merged
 
@@ -243,13 +246,13 @@ def _apply_overrides(
     merged: dict[str, dict[str, Any]],
     overrides: Sequence[Override],
     chosen: Chosen,
-    suggester: Suggester,
+    suggestions: Suggestions,
     refusals: list[str],
 ) -> None:
     """Set the overridden keys in `merged` and append messages about unknown keys to `refusals`."""
     for override in overrides:
         section, k, text = override
-        if unknown := _unknown(chosen, section, k, override.option, suggester, option=True):
+        if unknown := _unknown(chosen, section, k, override.option, suggestions, option=True):
             refusals.append(unknown)
         else:  # the key's declaration is needed to parse the text
             merged.setdefault(section, {})[k] = _parse_text(chosen[section].fields[k], text)
@@ -265,11 +268,11 @@ def _parse_text(field: FieldInfo, text: str) -> Any:
         return text
 
 
-def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Suggester, option: bool = False) -> str:
+def _unknown(chosen: Chosen, section: str, k: str, source: str, suggestions: Suggestions, option: bool = False) -> str:
     """An error message about a key that does not exist, with a suggestion; '' if the key exists."""
     families = {name: value for name, (kinds, value) in chosen.items() if kinds.discriminator}
     if section not in chosen:
-        suggestion = suggester.of_key(section, k, families, option)
+        suggestion = suggestions().of_key(section, k, families, option)
         return f"{source}: unknown section [{section:.{SHOWN}}] of key '{k:.{SHOWN}}'{suggestion}"
     kinds, value = chosen[section]
     if k in chosen[section].fields:
@@ -279,7 +282,7 @@ def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Sugge
             f"{source}: key '{k}' in [{section}] is for {condition(kinds, list(declarations))}, not for '{value}' "
             f"([{section}] {kinds.discriminator})"
         )
-    suggestion = suggester.of_key(section, k, families, option)
+    suggestion = suggestions().of_key(section, k, families, option)
     return f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{suggestion}"
 
 

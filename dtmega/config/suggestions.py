@@ -1,14 +1,18 @@
-"""Suggestions for unknown keys: other trainers' names, keys of other sections, and typos."""
+"""Suggestions for unknown keys: other trainers' names (`synonyms.toml`), keys of other sections, and typos."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import tomli
 from pydantic import BaseModel
 
 from dtmega.config.schema import SectionClasses, condition
-from dtmega.config.synonyms import Synonym
+
+SYNONYMS = Path(__file__).with_name("synonyms.toml")
 
 # An unknown name counts as a typo of a known name if difflib's ratio between them is at least LIKENESS. At 0.4, the
 # suggestion for `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
@@ -16,18 +20,41 @@ LIKENESS = 0.75
 LISTED = 25  # maximum number of a section's keys to list when no key resembles the unknown key
 
 
+class Synonym(NamedTuple):
+    """A setting of other trainers.
+
+    Attributes:
+        keys: dtmega's keys (`section.key`), separated by spaces; '' if dtmega has no key for the setting.
+        names: other trainers' names, separated by spaces. A name with a section (`eval.freq`) counts only there.
+        how: difference in meaning, or what dtmega has instead of a key; '' if there is nothing to say.
+    """
+
+    keys: str
+    names: str
+    how: str = ""
+
+
+def read_synonyms() -> tuple[list[Synonym], dict[str, str]]:
+    """Read `synonyms.toml`.
+
+    Returns:
+        The rows, and a mapping from other trainers' section names to dtmega's section names.
+    """
+    table = tomli.loads(SYNONYMS.read_text(encoding="utf-8"))
+    sections = {name: section for section, names in table["sections"].items() for name in names.split()}
+    return [Synonym(*row) for row in table["synonyms"]], sections
+
+
 class SimilarKeys:
     """Suggestions for keys and sections that do not exist.
 
     Args:
         kind: class of the configuration, with one field per section.
-        synonyms: other trainers' names for keys.
-        sections: mapping from other trainers' section names to dtmega's section names.
     """
 
-    def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
+    def __init__(self, kind: type[BaseModel]) -> None:
         self._kinds = {section: SectionClasses.of(info) for section, info in kind.model_fields.items()}
-        self._sections = sections
+        synonyms, self._sections = read_synonyms()
         self._synonyms: dict[str, Synonym] = {}
         for synonym in synonyms:
             self._synonyms.update(dict.fromkeys(synonym.names.split(), synonym))

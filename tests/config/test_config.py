@@ -11,12 +11,13 @@ import pytest
 import tomli
 
 from dtmega import config
-from dtmega.config import SIMILAR_KEYS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
-from dtmega.config.synonyms import SECTIONS, SYNONYMS
+from dtmega.config import Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
+from dtmega.config.suggestions import SimilarKeys, read_synonyms
 from dtmega.interop.megatron.launch import flags
 from tests import keys
 
 TABLE = keys.read()
+SIMILAR_KEYS = SimilarKeys(Config)
 NAMES = " or ".join(schema.SectionClasses.of(config.Config.model_fields["model"]).classes)
 
 
@@ -175,13 +176,14 @@ def test_a_flag_of_megatrons_leads_to_the_key_that_it_is_translated_to(name: str
 
 def test_every_synonym_stands_once_leads_to_declared_keys_and_is_no_key_of_its_section_itself():
     declared_keys = {f"{row.section}.{row.key}" for row in TABLE}
-    names = [name for synonym in SYNONYMS for name in synonym.names.split()]
+    synonyms, sections = read_synonyms()
+    names = [name for synonym in synonyms for name in synonym.names.split()]
     assert len(names) == len(set(names)) > 120
-    for synonym in SYNONYMS:
+    for synonym in synonyms:
         assert set(synonym.keys.split()) <= declared_keys
         assert synonym.keys or synonym.how
         assert not declared_keys & set(synonym.names.split())
-    assert set(SECTIONS.values()) <= set(Config.model_fields)
+    assert set(sections.values()) <= set(Config.model_fields)
 
 
 def test_a_configuration_of_another_trainer_is_answered_whole(tmp_path: Path):

@@ -149,4 +149,4 @@ def parse(values: Mapping[str, Any], source: str) -> Fabric:
                 missing.append(f"{source}: [{section}] {name} is missing: {description}")
     if missing:
         raise ValueError("\n".join(missing))
-    return reading.validate(Fabric, values, source, _Suggester())
+    return reading.validate(Fabric, values, source, _Suggester)
