@@ -14,6 +14,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,14 +79,6 @@ def no_shared_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(SharedFile, "read_or_make", stop)
 
 
-def shared(function: Callable[..., object], *args: Any) -> tuple[str, bytes]:
-    """Name and ingredients of the file in which a function keeps its result."""
-    with pytest.raises(Shared) as stopped:
-        function(*args)
-    name, made_from = stopped.value.args
-    return name, made_from
-
-
 def write(folder: Path, name: str, first: int = 0) -> IndexedDataset:
     """A corpus of documents of three sentences."""
     with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
@@ -94,54 +87,72 @@ def write(folder: Path, name: str, first: int = 0) -> IndexedDataset:
     return IndexedDataset(folder / name)
 
 
-def replaced(folder: Path, name: str) -> IndexedDataset:
-    """The corpus of this name in a folder, as one that has just been written anew there."""
-    index = Path(folder, f"{name}.idx")
-    os.utime(index, ns=(0, index.stat().st_mtime_ns + 1))
-    return IndexedDataset(folder / name)
-
-
 # --------------------------------------------------------------------------------------------------- files of a cache
 
 
+class Version(NamedTuple):
+    """A corpus, and when its index was written."""
+
+    dataset: IndexedDataset
+    written_ns: int
+
+    def there(self) -> IndexedDataset:
+        os.utime(self.dataset.index_path, ns=(0, self.written_ns))
+        return self.dataset
+
+
 def files_of_a_cache(folder: Path) -> Iterator[tuple[str, Key]]:
-    dataset, other = write(folder, "a"), write(folder, "b")
-    yield (
+    """The names of files, which tell corpora, parts and settings apart, and what the content of each is made from."""
+    corpus, other = Version(write(folder, "a"), 1), Version(write(folder, "b"), 1)
+
+    def files(
+        what: str,
+        function: Callable[..., object],
+        arguments: Callable[..., tuple[Any, ...]],
+        given: dict[str, Any],
+        others: dict[str, Any],
+    ) -> Iterator[tuple[str, Key]]:
+        def made(place: int, **ingredients: Any) -> Any:
+            with pytest.raises(Shared) as stopped:
+                function(*arguments(**ingredients))
+            return stopped.value.args[place]
+
+        yield f"the name of {what}", Key(partial(made, 0), given, others)
+        yield f"the content of {what}", Key(partial(made, 1), given, others)
+        if "corpus" in given:
+            changed = others | {"corpus": corpus._replace(written_ns=2)}
+            yield f"the content of {what}, whose corpus was written anew", Key(partial(made, 1), given, changed)
+
+    yield from files(
         "an order of documents",
-        Key(
-            lambda **all_: shared(order._from_file, *all_.values()),
-            {"dataset": dataset, "documents": (0, 20), "stream": "1/train/0", "epoch": 0},
-            {"dataset": other, "documents": (0, 19), "stream": "1/valid/0", "epoch": 1},
-        ),
+        order._from_file,
+        lambda corpus, documents, stream, epoch: (corpus.there(), documents, stream, epoch),
+        {"corpus": corpus, "documents": (0, 20), "stream": "1/train/0", "epoch": 0},
+        {"corpus": other, "documents": (0, 19), "stream": "1/valid/0", "epoch": 1},
     )
-    targets = Targets(96, 0.1, "1/train/0")
-    yield (
+    yield from files(
         "a table of sentences",
-        Key(
-            lambda dataset, documents, **of_targets: shared(
-                cut._from_file, dataset, documents, Targets(**of_targets), np.dtype("u4"), lambda: iter(())
-            ),
-            {"dataset": dataset, "documents": (0, 20), **targets._asdict()},
-            {"dataset": other, "documents": (0, 19)}
-            | {"longest": 95, "short_seq_prob": 0.2, "stream": "1/train/1", "fewest": 1},
-        ),
+        cut._from_file,
+        lambda corpus, documents, **targets: (corpus.there(), documents, Targets(**targets), np.dtype("u4"), tuple),
+        {"corpus": corpus, "documents": (0, 20)} | Targets(96, 0.1, "1/train/0")._asdict(),
+        {"corpus": other, "documents": (0, 19)}
+        | {"longest": 95, "short_seq_prob": 0.2, "stream": "1/train/1", "fewest": 1},
     )
-    settings = OrderSettings(dataset, (0, 20), 60, 8, 1, 0.8)
-    yield (
+    settings = OrderSettings(corpus.dataset, (0, 20), 60, 8, 1, 0.8)._asdict()
+    del settings["dataset"]
+    yield from files(
         "an order of Megatron's",
-        Key(
-            lambda **all_: shared(megatron_index._from_file, OrderSettings(**all_), Epochs(1, 22, 22), 20),
-            settings._asdict(),
-            {"dataset": other, "sequences": (0, 19), "samples": 61, "seq_len": 9, "seed": 2, "cutoff": 0.7},
-        ),
+        megatron_index._from_file,
+        lambda corpus, **settings: (OrderSettings(corpus.there(), **settings), Epochs(1, 22, 22), 20),
+        {"corpus": corpus, **settings},
+        {"corpus": other, "sequences": (0, 19), "samples": 61, "seq_len": 9, "seed": 2, "cutoff": 0.7},
     )
-    yield (
+    yield from files(
         "a blend of Megatron's",
-        Key(
-            lambda weights, n: shared(megatron_blend._from_file, np.array(weights), n),
-            {"weights": [0.5, 0.5], "n": 60},
-            {"weights": [0.25, 0.75], "n": 61},
-        ),
+        megatron_blend._from_file,
+        lambda weights, n: (np.array(weights), n),
+        {"weights": [0.5, 0.5], "n": 60},
+        {"weights": [0.25, 0.75], "n": 61},
     )
 
 
