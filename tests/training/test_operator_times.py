@@ -49,12 +49,15 @@ def test_an_operator_that_begins_when_another_ends_is_not_called_by_it_nor_is_on
         event("inner", "CPU", 30, start_ns=0),  # begins with its caller
         event("outer", "CPU", 100, start_ns=0),
         event("last inner", "CPU", 50, start_ns=50),  # ends with its caller
-        event("meanwhile", "CPU", 7, start_ns=60, thread=2),
+        event("meanwhile", "CPU", 1, start_ns=60, thread=2),
         event("allocation", "CPU", 0, start_ns=60),
     )
-    found = {row["name"]: row["self_s"] for row in operator_times.largest(recorded, torch.device("cpu"), 9)}
-    nanoseconds = {"outer": 20, "inner": 30, "last inner": 50, "after": 20, "meanwhile": 7}
+    rows = operator_times.largest(recorded, torch.device("cpu"), 9)
+    found = {row["name"]: row["self_s"] for row in rows}
+    nanoseconds = {"outer": 20, "inner": 30, "last inner": 50, "after": 20, "meanwhile": 1}
     assert found == {name: duration / 1e9 for name, duration in nanoseconds.items()}
+    assert {row["self_device_s"] for row in rows} == {0.0}
+    assert [row["name"] for row in operator_times.largest(recorded, torch.device("cpu"), 2)] == ["last inner", "inner"]
 
 
 def test_on_a_gpu_the_kernels_are_added_up_by_name():
