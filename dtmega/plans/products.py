@@ -53,14 +53,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Region:
     """The state that the products of one region share.
 
+    Args:
+        part: this rank's slice of the region's input, [B, S/tp, D] if `cut`; if not, the full input, [B, S, D].
+
     Attributes:
         group: process group of the tp ranks.
         cut: whether the input is sharded along the sequence before the region.
         has_one_product: whether only one product reads the input.
         tickets: tickets of the products so far; empty if the input is not sharded.
-
-    Args:
-        part: this rank's slice of the region's input, [B, S/tp, D] if `cut`; if not, the full input, [B, S, D].
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
