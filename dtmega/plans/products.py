@@ -53,8 +53,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Region:
     """The state that the products of one region share.
 
-    Attributes:
+    Args:
         part: this rank's slice of the region's input, [B, S/tp, D] if `cut`; if not, the full input, [B, S, D].
+
+    Attributes:
         group: process group of the tp ranks.
         cut: whether the input is sharded along the sequence before the region.
         has_one_product: whether only one product reads the input.
@@ -62,9 +64,9 @@ class Region:
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
-        self.part = part.detach()
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
+        self._part: Tensor | None = part.detach()
         # For autograd, this tensor is the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
         self._is_first = True  # whether the next product is the first product of the chain
@@ -91,21 +93,21 @@ class Region:
         self._is_first = False
         return out
 
-    def close(self) -> list[Tensor]:
-        """End the region and return its tickets. A closed region accepts no more products.
+    def close(self) -> tuple[Tensor | None, list[Tensor]]:
+        """End the region and return `part` and the tickets. A closed region accepts no more products.
 
-        `close` also drops the region's references to tensors of the autograd graph. The graph's nodes refer to the
-        region, so references in both directions would form a cycle that keeps the activations alive.
+        `close` also drops the region's references to tensors. The graph's nodes refer to the region, so references to
+        tensors of the graph would form a cycle, and the region's input would live until the whole graph is freed.
         """
-        tickets = self.tickets
+        part, tickets = self._part, self.tickets
         self.tickets = []
-        self._link = None
+        self._part = self._link = None
         self._n_tickets = len(tickets)
-        return tickets
+        return part, tickets
 
-    def start(self) -> None:
-        """Start gathering the input again for backward."""
-        self._gather = mappings.start_gathered(self.part, self.group)
+    def start(self, part: Tensor) -> None:
+        """Start gathering the input again for backward, from this rank's slice of it, [B, S/tp, D]."""
+        self._gather = mappings.start_gathered(part, self.group)
         self._n_waiting = self._n_tickets
 
     def fetch(self) -> Tensor:
@@ -141,12 +143,12 @@ def again(out: Any, entered: Tensor) -> Any:
     region = getattr(entered, "region", None)
     if region is None:
         return out
-    tickets = region.close()
+    part, tickets = region.close()
     if not tickets:
         return out
     first, *others = out if isinstance(out, tuple) else (out,)
     state = None if torch.compiler.is_compiling() else region
-    first = _Again.apply(first, region.part, region.group, state, *tickets)
+    first = _Again.apply(first, part, region.group, state, *tickets)
     return (first, *others) if isinstance(out, tuple) else first
 
 
@@ -234,7 +236,7 @@ class _Again(torch.autograd.Function):
         (part,) = ctx.saved_tensors
         grad = grad_outputs[0]
         if ctx.region is not None:
-            ctx.region.start()
+            ctx.region.start(part)
             return grad, None, None, None, *[None] * ctx.n_tickets
         # The compiler would see that forward has already gathered `part`, and would save the result for backward. To
         # prevent this reuse, `where` selects between equal tensors, so that `part` depends on the gradient.

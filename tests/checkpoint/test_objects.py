@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +116,73 @@ def test_a_removal_that_is_cut_off_leaves_no_folder_that_counts(object_store, ha
         getattr(open_root(ROOT), method)("step-00000001", *further)
     assert resume.finished(open_root(ROOT)) == []
     assert len(names(object_store, 1)) == 1
+
+
+# What changes several objects, cut off at each request: as a kill does from one request on, or at this request alone,
+# which may be the last of several that are under way when a process is killed.
+
+SECOND = "step-00000002"
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "retire": lambda files: files.retire(SECOND),
+    "remove": lambda files: files.remove(SECOND),
+    "move": lambda files: files.move(SECOND, "superseded-1"),
+    "move in parts": lambda files: files.move(SECOND, "superseded-1"),
+}
+
+
+def whole_checkpoints() -> list[str]:
+    """The checkpoints that count, there or set aside; each byte of them is read."""
+    found = []
+    for place in ("", "superseded-1/"):
+        for folder in resume.finished(open_root(f"{ROOT}/{place}")):
+            x = open_checkpoint(f"{ROOT}/{place}{folder}").read("model/x")
+            assert torch.equal(x, torch.full((40, 3), float(resume.step_of(folder))))
+            found.append(f"{place}{folder}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if "parts" in name else name for name in OPERATIONS]
+)
+def test_what_is_cut_off_at_any_request_leaves_whole_checkpoints_and_can_be_done_again(
+    object_store: Server, hasty: None, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setattr(object_requests, "MAX_RETRIES", 0)
+    monkeypatch.setattr(object_requests, "PUBLISH_TRIES", 1)
+    if name == "move in parts":
+        monkeypatch.setattr(objects, "MAX_COPY_BYTES", 100)
+        monkeypatch.setattr(objects, "PART_BYTES", 200)
+    writer = Writer()
+    assert (writer.save(1), writer.save(2)) == ("", "")
+    before = dict(object_store.objects)
+    files = open_root(ROOT)
+    n_before = len(object_store.seen)
+    OPERATIONS[name](files)
+    requests = object_store.seen[n_before:]
+    done = whole_checkpoints()
+    assert "step-00000001" in done
+
+    def from_on(request: Request) -> Callable[[Request], str]:
+        first = len(object_store.seen) + request.number - n_before
+        return lambda later: "503" if later.number >= first else ""
+
+    def alone(request: Request) -> Callable[[Request], str]:
+        return lambda other: "503" if (other.method, other.key) == (request.method, request.key) else ""
+
+    for request in requests:
+        for cut in (from_on, alone):
+            object_store.objects.clear()
+            object_store.objects.update(before)
+            files = open_root(ROOT)
+            object_store.fault = cut(request)
+            with pytest.raises(Unreachable):
+                OPERATIONS[name](files)
+            object_store.fault = no_fault
+            left = whole_checkpoints()
+            assert "step-00000001" in left
+            assert left == done or SECOND in left or not name.startswith("move")
+            resume.set_aside_newer(writer.cfg, 1)
+            assert resume.finished(open_root(ROOT)) == ["step-00000001"]
 
 
 # Leftovers.

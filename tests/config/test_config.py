@@ -174,6 +174,24 @@ def test_a_flag_of_megatrons_leads_to_the_key_that_it_is_translated_to(name: str
     assert re.search(rf"--{key}\b", SIMILAR_KEYS.of_key("", name.removeprefix("--"), {}, option=True))
 
 
+# Words for a unit at any place of a name. A min_lr is no minute, so that the last word of a key has some more.
+UNITS = {"percentage": "%", "minutes": "min", "mins": "min", "seconds": "s", "tokens": "tokens", "samples": "samples"}
+UNITS |= dict.fromkeys(("ratio", "frac", "fraction"), "share")
+OF_KEYS = {"s": "s", "min": "min", "prob": "share"}
+
+
+def test_a_synonym_in_another_unit_than_its_key_says_so():
+    others = []
+    for synonym in SYNONYMS:
+        words = [key.partition(".")[2].split("_") for key in synonym.keys.split()]
+        of_keys = {UNITS.get(word) for key in words for word in key} | {OF_KEYS.get(key[-1]) for key in words}
+        for name in synonym.names.split():
+            units = {UNITS[word] for word in name.split("_") if word in UNITS}
+            others += [(name, synonym.how)] if words and not units <= of_keys else []
+    assert [name for name, how in others if not how] == []
+    assert ("distributed_timeout_minutes", "in seconds") in others
+
+
 def test_every_synonym_stands_once_leads_to_declared_keys_and_is_no_key_of_its_section_itself():
     declared_keys = {f"{row.section}.{row.key}" for row in TABLE}
     synonyms, sections = read_synonyms()

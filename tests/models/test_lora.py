@@ -16,6 +16,7 @@ from dtmega.models.lora import linears
 from dtmega.models.lora import proof as lora_proof
 from dtmega.models.trainable import elements
 from dtmega.ops.cpu import linear
+from dtmega.plans import adapters
 from dtmega.training import parallelize
 from tests import hf_models, layouts, ranks
 from tests.hf_models import Case
@@ -202,3 +203,32 @@ def half(n: int) -> str:
 def test_an_adapter_whose_first_matrix_does_not_learn_is_refused():
     (said,) = ranks.run(1, half, 1)
     assert said.startswith("no gradient comes to layers.0.attn.q.lora_a, layers.0.attn.k.lora_a")
+
+
+def sharded(mesh: dict[str, int]) -> tuple[str, str]:
+    """The proof on ranks whose sharded layers do not train B, and the same of layers that are right."""
+    cfg = configured({"rank": 2}, {"name": "llama", **SMALL}, mesh=mesh)
+    right, multiply = proof(cfg, math.prod(mesh.values())), adapters.add
+
+    def add(module: Any, out: torch.Tensor, reduced: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return multiply(module, out, reduced, b.detach())
+
+    adapters.add = add
+    return right, proof(cfg, math.prod(mesh.values()))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"tp": 2},
+        {"dp_shard": 2},
+        {"pp": 2, "tp": 2},
+        *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ({"cp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2})),
+    ],
+)
+def test_an_adapter_that_would_learn_only_without_tp_is_refused_by_every_rank_of_a_layout_with_tp(mesh: dict[str, int]):
+    said = ranks.run(math.prod(mesh.values()), sharded, mesh)
+    assert len(set(said)) == 1
+    right, wrong = said[0]
+    assert right == ""
+    assert wrong.startswith("no gradient comes to layers.0.attn.q.lora_b, layers.0.attn.k.lora_b") == ("tp" in mesh)

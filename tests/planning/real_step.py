@@ -62,7 +62,7 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
     return sections
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The parts of a run that a step uses."""
 
     cfg: config.Config
@@ -122,22 +122,27 @@ def n_microbatches(cfg: config.Config, sizes: dict[str, int]) -> int:
     return cfg.batch.global_batch_size // (sizes["dp_replicate"] * sizes["dp_shard"] * cfg.batch.micro_batch_size)
 
 
+def built(values: dict[str, Any]) -> Parts:
+    """The parts of a run on this rank, before its first step."""
+    cfg, sizes = settled(values, dist.get_world_size())
+    world = mesh.start(torch.device("cpu"), sizes, ep=cfg.mesh.ep)
+    model = parallelize.parallelize(cfg, world)
+    model.draw(cfg.run.seed)
+    optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
+    loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
+    return Parts(cfg, world, model, optimizer, Spikes(0), _Silent(), loss_scale)
+
+
 def measured(values: dict[str, Any]) -> Measured:
     """Train for some steps on this rank. The first sets up, later ones count memory, the last one messages."""
     before = living_storages()
     # Told to keep older events, of which there are none, torch would make Python objects of all: most of the time here.
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        cfg, sizes = settled(values, dist.get_world_size())
-        world = mesh.start(torch.device("cpu"), sizes, ep=cfg.mesh.ep)
-        model = parallelize.parallelize(cfg, world)
-        model.draw(cfg.run.seed)
-        optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
-        loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
-        run = _Parts(cfg, world, model, optimizer, Spikes(0), _Silent(), loss_scale)
+        parts = built(values)
 
         def step() -> None:
-            train_step(run, batch_of(cfg, sizes))
+            train_step(parts, batch_of(parts))
 
         with record_function("the first step"):
             step()
@@ -155,10 +160,11 @@ def measured(values: dict[str, Any]) -> Measured:
     return _read(profiled, wire.messages, held_bytes)
 
 
-def batch_of(cfg: config.Config, sizes: dict[str, int]) -> StepBatch:
+def batch_of(parts: Parts) -> StepBatch:
     """A batch of rows without text."""
+    cfg, n = parts.cfg, n_microbatches(parts.cfg, parts.world.sizes)
     rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
-    microbatches = [{name: tensor.clone() for name, tensor in rows.items()} for _ in range(n_microbatches(cfg, sizes))]
+    microbatches = [{name: tensor.clone() for name, tensor in rows.items()} for _ in range(n)]
     return StepBatch(0, cfg.batch.global_batch_size, microbatches)
 
 

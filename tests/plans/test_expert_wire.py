@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import mesh
 from dtmega.models.routing import Router
-from dtmega.ops.optim import Spikes, build_optimizer
-from dtmega.training.parallelize import parallelize
 from dtmega.training.step import train_step
 from tests import ranks
 from tests.planning import real_step
@@ -79,19 +75,14 @@ def compare(keys: dict[str, Any]) -> tuple[Counted, Counted]:
     """The all-to-alls over ep in a step of this rank, and the bytes of rows that leave it; and by the formula."""
     data_ranks = keys["mesh.dp_shard"] * keys.get("mesh.dp_replicate", 1)
     keys = keys | {"batch.global_batch_size": 3 * MICROBATCHES * data_ranks}
-    cfg, sizes = real_step.settled(real_step.nested(keys), dist.get_world_size())
-    world = mesh.start(torch.device("cpu"), sizes, ep=cfg.mesh.ep)
-    model = parallelize(cfg, world)
-    model.draw(cfg.run.seed)
-    optimizer = build_optimizer(model.named_parameters(), cfg.optim)
-    run: Any = SimpleNamespace(cfg=cfg, world=world, model=model, optimizer=optimizer, spikes=Spikes(0), phases=Mock())
-    run.loss_scale = None
+    run = real_step.built(real_step.nested(keys))
+    cfg, world = run.cfg, run.world
 
     def choose_given(router: Router, scores: Tensor) -> Tensor:
         return torch.tensor(CHOSEN[world.data_rank]).repeat(len(scores) // 3, 1)
 
     with patch.object(Router, "choose", choose_given), Leaving(world.groups) as wire:
-        train_step(run, real_step.batch_of(cfg, sizes))
+        train_step(run, real_step.batch_of(run))
     of_ep = wire.names[world.groups["ep"].group_name]
     seen: Counter[tuple[str, int]] = Counter()
     for (group, kind, n_bytes), ops in wire.seen.items():

@@ -39,9 +39,9 @@ def going(folder: Path, step_time_s: float = 0.5, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("step_time_s", "timeout_s", "silent_s", "state"),
     [
-        (0.5, 100.0, 99.0, "going on"),
+        (0.5, 100.0, 100.0, "going on"),
         (0.5, 100.0, 101.0, "stalled"),  # a run that hangs would have left by itself
-        (60.0, 100.0, 20 * 60 - 1, "going on"),
+        (60.0, 100.0, 20 * 60, "going on"),
         (60.0, 100.0, 20 * 60 + 1, "stalled"),
         (0.5, 5000.0, 4999.0, "going on"),
     ],
@@ -136,6 +136,13 @@ def test_a_run_diverges_when_five_of_its_last_ten_steps_are_not_finite(
     assert bool(verdict.diverging(record.read(write(tmp_path, lines) / "metrics.jsonl"))) == diverges
     later = [step_line(step, loss=4.0) for step in range(22, 33)]
     assert not verdict.diverging(record.read(write(tmp_path, lines + later) / "metrics.jsonl"))
+
+
+def test_the_tenth_newest_step_counts_among_the_last_ten_and_the_eleventh_does_not(tmp_path: Path):
+    lines = [step_line(step, loss=4.0) for step in range(1, 21)]
+    lines[10:15] = [{"step": step, "skipped": True, "loss": None, "grad_norm": None} for step in range(11, 16)]
+    assert verdict.diverging(record.read(write(tmp_path, lines) / "metrics.jsonl"))
+    assert not verdict.diverging(record.read(write(tmp_path, [*lines, step_line(21)]) / "metrics.jsonl"))
 
 
 def test_the_verdict_has_the_best_validation_its_step_the_time_the_tokens_and_the_speed(tmp_path: Path):

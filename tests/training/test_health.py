@@ -57,6 +57,19 @@ def test_validations_that_are_no_numbers_stop_a_run_and_none_of_them_is_the_best
     assert health.state.stopped.endswith("no loss was finite")
 
 
+def test_a_run_that_goes_on_past_its_stop_counts_anew_and_still_compares_with_its_best_loss():
+    keys = {"stop_loss_above": [2.0, 3.0], "stop_validation_rises": 3, "past_stop": True}
+    stopped = HealthState(losses_above=3, rises=3, best_loss=1.0, best_step=4, stopped="by both")
+    health = Health(STEPS.model_copy(update=keys), stopped)
+    for step in (11, 12):
+        health.after_step(step, 2.5)
+        assert not health.after_validation(step, 1.5)
+        assert health.state.stopped == ""
+    assert health.state == stopped._replace(losses_above=2, rises=2, stopped="")
+    health.after_validation(13, 1.5)
+    assert health.state.stopped.endswith("the best one is 1.0000 at step 4")
+
+
 def test_without_the_keys_nothing_is_counted():
     health = Health(STEPS, HEALTHY)
     health.after_step(1, math.inf)

@@ -64,6 +64,11 @@ def test_no_rank_is_named_where_all_are_alike():
     assert slowest([0.5, 0.55, 0.5, 0.52]).startswith("no rank is slower than the others by itself: about 0.51 s")
 
 
+def test_a_rank_is_named_from_a_fifth_above_the_median_of_the_others_on():
+    assert slowest([5.0, 6.0, 5.0]).startswith("rank 1 is the slowest: 6 s")
+    assert slowest([5.0, 5.99, 5.0]).startswith("no rank is slower")
+
+
 def slow_rank_1() -> object:
     """From step 5 on rank 1 computes for several times as long as the steps before took, on a machine that is busy."""
     honest = ShardedModel.forward_backward

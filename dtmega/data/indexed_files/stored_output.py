@@ -114,14 +114,19 @@ class StoredPairFiles(PairFiles):
         return None if idx is None else idx.version
 
     def _upload_all(self) -> None:
-        """Upload the new files and delete the old objects that no new file replaces."""
+        """Upload the new files and delete the old objects that no new file replaces.
+
+        PREFIX.writing is checked before each change, because a writer that was silent for STALE may have lost it.
+        """
         if self._etag() != self._before:
             raise FileExistsError(f"another process has written {self._url}.idx since this one began: kept that")
+        self._renew()
         self._delete("idx")
         for suffix in ("bin", "meta.json", "idx"):
             if self.temporary(suffix).exists():
                 self._upload(suffix)
             else:
+                self._renew()
                 self._delete(suffix)
 
     def _claim(self) -> None:

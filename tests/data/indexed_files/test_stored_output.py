@@ -29,11 +29,11 @@ def own_folders(tmp_path, monkeypatch):
     (tmp_path / "temp").mkdir()
 
 
-def write(value: int, url: str = URL) -> None:
-    """A data set of this number, three times."""
-    with IndexedWriter(url, np.dtype("<u2")) as writer:
+def write(value: int, about: bool = True) -> None:
+    """A data set of this number, three times, with a record of it or without."""
+    with IndexedWriter(URL, np.dtype("<u2")) as writer:
         writer.add([value] * 3)
-        writer.about = f'{{"value": {value}}}'
+        writer.about = f'{{"value": {value}}}' if about else ""
 
 
 def content() -> list[int]:
@@ -147,10 +147,10 @@ def interrupted(server: Server, number: int, other: Callable[[], None]) -> None:
     server.after = after
 
 
-def tell(told: list[str], value: int) -> None:
+def tell(told: list[str], value: int, about: bool = True) -> None:
     """Write, and note the error of who comes second."""
     try:
-        write(value)
+        write(value, about)
     except FileExistsError as error:
         told.append(str(error))
 
@@ -182,6 +182,44 @@ def test_the_claim_of_a_killed_writer_is_in_the_way_for_ten_minutes(object_store
     object_store.objects["data/mine.writing"] = Object(b"", object_store.now() - timedelta(minutes=11))
     write(1)
     assert sorted(object_store.objects) == NAMES
+
+
+@pytest.mark.parametrize(("overwriting", "about"), [(False, True), (True, False)])
+def test_a_writer_that_was_silent_after_any_request_changes_nothing_of_the_one_that_took_over(
+    object_store: Server, overwriting: bool, about: bool
+):
+    write(0)
+    old = dict(object_store.objects) if overwriting else {}
+    object_store.objects.clear()
+    object_store.objects.update(old)
+    object_store.seen.clear()
+    write(1, about=about)
+    requests = [*object_store.seen]
+
+    def take_over() -> None:
+        """What another process does when this one was silent for ten minutes: it removes the claim, and writes all."""
+        object_store.objects.pop("data/mine.writing", None)
+        write(2)
+
+    for request in requests:
+        # A process that has just looked at its claim goes on, and could only be stopped by a store with transactions.
+        if request.key == "data/mine.writing" and request.method in ("GET", "PUT"):
+            continue
+        object_store.objects.clear()
+        object_store.objects.update(old)
+        object_store.seen.clear()
+        told: list[str] = []
+        interrupted(object_store, request.number - requests[0].number, take_over)
+        tell(told, 1, about=about)
+        # What took over before the claim was made was replaced, or is told; what did after the .idx has replaced.
+        claimed = request != requests[0]
+        published = request in requests[-3:]
+        assert len(told) == 1 or not claimed or published, request
+        assert all(line.startswith("another process has ") for line in told)
+        first_is_there = not told and not published
+        assert content() == ([1, 1, 1] if first_is_there else [2, 2, 2])
+        assert ("data/mine.meta.json" in object_store.objects) == (about or not first_is_there)
+        assert "data/mine.writing" not in object_store.objects
 
 
 def test_a_writer_whose_claim_was_taken_over_publishes_nothing(object_store, monkeypatch):
