@@ -290,7 +290,9 @@ def write_files(
     )
 
 
-def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Progress, end: RunEnd) -> Metrics:
+def open_metrics(
+    settings: Settings, world: World, model: ShardedModel, at: Progress, end: RunEnd, validates_first: bool
+) -> Metrics:
     """Create the reporter of the run's steps. Only rank 0 writes reports."""
     return Metrics(
         settings.cfg,
@@ -299,6 +301,7 @@ def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Prog
         world.size,
         end,
         start_step=at.step,
+        validates_first=validates_first,
         write=world.rank == 0,
         loads=model.loads,
     )

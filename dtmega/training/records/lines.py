@@ -66,7 +66,7 @@ class StepLines:
             self._file.close()
 
 
-def keep_until(path: Path, step: int, finished: bool = False) -> None:
+def keep_until(path: Path, step: int, evaluates: bool = False) -> None:
     """Remove damaged lines, and lines that a resumed run will write again, from a file such as metrics.jsonl.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
@@ -75,8 +75,8 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of the file, which need not exist.
         step: number of steps done before this start.
-        finished: whether the run has done all its steps. If so, the run will repeat the evaluations after the last
-            step, so the lines of these evaluations are removed.
+        evaluates: whether the run will evaluate before it does another step. The lines of earlier evaluations after
+            `step` are then removed.
     """
     if not path.exists():
         return
@@ -89,7 +89,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
             if record is None:
                 continue
             is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
-            again = finished and record["step"] == step and is_evaluation
+            again = evaluates and record["step"] == step and is_evaluation
             if line.endswith(b"\n") and record["step"] <= step and not again:
                 new.write(line.decode("utf-8"))
 
