@@ -96,7 +96,6 @@ class Metrics:
             keep_until(path, start_step, evaluates=validates_first or start_step >= self._total_steps)
             self._loads = LoadsFile(run_dir / NAME, loads or Loads(), start_step, self.message)
         self._file = StepLines(path, self.message)
-        atomic.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
             purge_step = start_step + 1 if start_step else 0

@@ -34,7 +34,7 @@ class StepLines:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        self._name = path.name
+        self._path = path
         self._say = say
         # The file is line-buffered, so that a killed run loses no line.
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -49,15 +49,16 @@ class StepLines:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         # If the disk is full, this line stays in the buffer and is written together with the next line.
         except OSError as error:
-            self._say(f"WARNING: {self._name} cannot be written: {error}")
+            self._say(f"WARNING: {self._path.name} cannot be written: {error}")
 
     def sync(self) -> None:
-        """Flush the file to disk."""
+        """Flush the file and its name to disk."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            atomic.sync_folder(self._path.parent)
         except OSError as error:
-            self._say(f"WARNING: {self._name} may not survive a power cut: {error}")
+            self._say(f"WARNING: {self._path.name} may not survive a power cut: {error}")
 
     def close(self) -> None:
         """Flush the file to disk and close it."""
@@ -82,6 +83,7 @@ def keep_until(path: Path, step: int, evaluates: bool = False) -> None:
         return
     if step == 0:
         path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
+        atomic.sync_folder(path.parent)
         return
     with path.open("rb") as old, atomic.replaced(path) as new:
         for line in old:
