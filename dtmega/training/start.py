@@ -115,8 +115,12 @@ def read_configuration(
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
-        machine = exact.prepare(device) if cfg.run.exact else {}
-        step.must_match |= machine
+        machine: dict[str, Any] = {}
+        if cfg.run.exact:
+            from dtmega.training.exact.machine import prepare
+
+            machine = prepare(device)
+            step.must_match |= machine
         # All ranks use rank 0's memory size: devices may differ, but all must choose the same [fsdp] accumulate.
         step.send = device_bytes
     memory_bytes = step.received

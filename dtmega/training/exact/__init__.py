@@ -248,11 +248,3 @@ def begin(
     now = fixed(cfg, sizes, machine, compiled)
     check_fixed(was, now)
     sums.state = ExactState(dict(was.maxima) if was else {}, now)
-
-
-def prepare(device: torch.device) -> dict[str, Any]:
-    """Limit this process to one thread, and describe what decides the bits of its products (`machine.py`)."""
-    # Imported here, because only exact runs need it.
-    from dtmega.training.exact import machine
-
-    return machine.prepare(device)

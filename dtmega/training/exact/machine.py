@@ -42,7 +42,7 @@ def prepare(device: torch.device) -> dict[str, Any]:
         Name -> value, which JSON can represent. No name begins with a bracket, as a configuration key does.
     """
     torch.set_num_threads(1)
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]  # documented
     return {
         "torch's version": torch.__version__,
         "the kind of processor": kind_of_processor(device),
