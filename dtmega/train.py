@@ -125,11 +125,12 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     if not cfg.eval.only:
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
+    health = Health(cfg.train, loaded.health if loaded else HEALTHY)
     log.line(f"after step {at.step} of {end.steps}")
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             start.write_files(settings, world, checkpoints, loaded, at, end, exit_status.attempt)
-        metrics = start.open_metrics(settings, world, model, at, end)
+        metrics = start.open_metrics(settings, world, model, at, end, begins_with_validation(cfg, health, at, end))
         closing.callback(metrics.close)
         digests = Record(cfg, world, at.step)
         closing.callback(digests.close)
@@ -152,7 +153,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         metrics=metrics,
         watch=watch,
         phases=phases,
-        health=Health(cfg.train, loaded.health if loaded else HEALTHY),
+        health=health,
         digests=digests,
         log=log,
         pace=Pace(cfg.log.slow_steps if cfg.log.interval else 0, world.device),
@@ -233,7 +234,7 @@ def train(run: Run, at: Progress) -> int:
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Look for a reason not to train. If [eval] interval is set, also evaluate a new run before its first step.
+    """Look for a reason not to train, and evaluate a run that begins with a validation.
 
     Returns:
         The reason not to train, such as high losses that stopped the run earlier; '' if there is no reason.
@@ -243,11 +244,19 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
         run.metrics.message(f"nothing to train: this run has its {end.steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
         return KILLED
-    elif run.health.state.stopped:
-        return run.health.state.stopped
-    if cfg.eval.interval and at.step == 0 and not evaluate_validation(run, 0):
-        return SIGNALLED
-    return ""
+    elif not run.health.state.stopped:
+        begins = begins_with_validation(cfg, run.health, at, end)
+        if begins and not evaluate_validation(run, at.step):
+            return SIGNALLED
+    return run.health.state.stopped
+
+
+def begins_with_validation(cfg: config.Config, health: Health, at: Progress, end: RunEnd) -> bool:
+    """True for a new run, and for a run that a signal ended in the validation of its last step (with [eval] interval).
+
+    A run that has all its steps ends with a validation, but does not begin with one.
+    """
+    return cfg.eval.interval > 0 and at.step == health.state.unvalidated and at.step < end.steps
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:

@@ -46,7 +46,8 @@ class Server(ThreadingHTTPServer):
         objects: the objects, by key.
         seen: requests so far.
         bytes_sent: number of bytes of objects that have been sent.
-        fault: fault that a request meets: "503" and "silence" before it is done, "cut" after it is done, '' for none.
+        fault: fault that a request meets: "503" and "silence" before it is done, "cut" after it is done, "flip" of a
+            bit in the middle of its answer, '' for none.
         after: called with each request once it is done, before it is answered.
     """
 
@@ -114,6 +115,9 @@ class Handler(BaseHTTPRequestHandler):
                 status, headers, answer = self.done(key, query, body)
                 server.bytes_sent += len(answer) if self.command == "GET" and key else 0
             server.after(request)
+            if fault == "flip":
+                middle = len(answer) // 2
+                answer = answer[:middle] + bytes([answer[middle] ^ 1]) + answer[middle + 1 :]
             if fault == "cut":
                 self.close_connection = True
                 self.connection.close()

@@ -23,6 +23,7 @@ from dtmega.data.sampling.order import document_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
+from dtmega.training.records.lines import StepLines, keep_until
 from tests.data.sampling.test_samples import write_corpus
 from tests.power_cuts import Disk
 
@@ -165,6 +166,22 @@ def test_merged_parts_are_there_as_a_whole_or_not_at_all(tmp_path, elsewhere):
     assert disk.uncertain() == []
 
 
+def test_lines_of_steps_are_there_when_a_save_begins_and_those_of_another_run_are_aside(tmp_path, elsewhere):
+    path = tmp_path / "digests.jsonl"
+    path.write_text("another run's")
+    with Disk(tmp_path) as disk:
+        keep_until(path, 0)
+    assert disk.uncertain() == []
+    with Disk(tmp_path) as disk:
+        lines = StepLines(path, print)
+        lines.write({"step": 1})
+        lines.sync()
+    lines.close()
+    assert disk.uncertain() == []
+    found = {(f / path.name).read_text() if (f / path.name).exists() else None for f in disk.left(elsewhere)}
+    assert found == {None, "", '{"step": 1}\n'}
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """The folder of caches."""
@@ -200,6 +217,20 @@ def test_an_order_of_documents_is_whole_or_made_again(tmp_path, monkeypatch, cac
     monkeypatch.setattr(order, "LONG", 1)
     for _ in left_of(cache, lambda: document_order(dataset, (0, 12), "7/train/0", 0)):
         assert [array.tolist() for array in document_order(dataset, (0, 12), "7/train/0", 0)] == expected
+
+
+def test_what_a_killed_process_has_left_in_the_folder_of_caches_goes_when_the_file_is_made(
+    tmp_path, monkeypatch, cache
+):
+    dataset = IndexedDataset(write_corpus(tmp_path))
+    monkeypatch.setattr(order, "LONG", 1)
+    document_order(dataset, (0, 12), "7/train/0", 0)
+    (made,) = cache.glob("order-*.bin")
+    made.rename(f"{made}.0123abcd.tmp")
+    other = cache / f"other-{made.name}.0123abcd.tmp"
+    other.touch()
+    document_order(dataset, (0, 12), "7/train/0", 0)
+    assert [*cache.glob("*.tmp")] == [other]
 
 
 def test_the_range_of_ids_is_right_or_looked_for_again(tmp_path, cache):

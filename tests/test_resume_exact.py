@@ -19,6 +19,7 @@ from dtmega import train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.training import start
+from dtmega.training.exact import machine
 from tests import ranks
 from tests.layouts import DEBUG, Run, debug_keys, one_rank, train_debug_model, write_text
 from tests.resumed import flags
@@ -74,8 +75,14 @@ def said(argv: list[str]) -> tuple[int, str, int]:
     return code, output.getvalue(), torch.get_num_threads()
 
 
-def refused(of_starts: list[list[str]]) -> list[tuple[int, str, int]]:
-    return [said(argv) for argv in of_starts]
+def started_again(of_starts: list[list[str]], as_before: list[str]) -> list[tuple[int, str, int]]:
+    """What each start says; then one whose products differ, and one of a dtmega that records more."""
+    changed = [said(argv) for argv in of_starts]
+    torch.set_flush_denormal(True)
+    elsewhere = said(as_before)
+    torch.set_flush_denormal(False)
+    machine.VARIABLES = (*machine.VARIABLES, "A_NEW_LIBRARY")
+    return [*changed, elsewhere, said(as_before)]
 
 
 def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], tmp_path: Path):
@@ -83,13 +90,18 @@ def test_a_resumed_run_refuses_what_would_change_its_bits(data: dict[str, str], 
     run_dir = tmp_path / "run"
     starts = [flags(debug_keys(KEYS | data | {key: value}), run_dir) for key, (value, _) in CHANGES.items()]
     starts.append(flags(debug_keys(KEYS | data | {"run.exact": False}), run_dir))
-    *changed, plain = ranks.run(1, refused, starts)[0]
+    as_before = flags(debug_keys(KEYS | data), run_dir)
+    *changed, plain, elsewhere, newer = ranks.run(1, started_again, starts, as_before)[0]
     for (code, output, n_threads), (_, words) in zip(changed, CHANGES.values(), strict=True):
         assert code == 2
         assert n_threads == 1
         assert f"the bits of this run would change: {words} ([run] exact" in " ".join(output.split())
     assert plain[0] == 2
     assert "[run] exact was True, is False" in plain[1]
+    assert elsewhere[0] == 2
+    assert "the bits of this run would change: the bits of products in float32 was" in " ".join(elsewhere[1].split())
+    assert newer[0] == 0
+    assert "recorded from now on, because the checkpoint's dtmega did not: A_NEW_LIBRARY" in newer[1]
 
 
 def maxima(folder: Path) -> dict[str, float]:

@@ -257,21 +257,25 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             )
         return
 
-    order_before, order = state.identity.get("order"), identity.get("order")
-    if order_before != order:
-        raise ValueError(
-            f"{checkpoint.path} is of a run that reads its samples in order number {order_before}, this dtmega in "
-            f"number {order}: the order of samples has changed, so finish that run with the version that wrote it "
-            f"({how_to_start_anew})"
-        )
     differing = {change.name: (change.was, change.now) for change in data_changes}
     # Compare the keys of both identities: a newer dtmega may have added or removed keys.
     for key in {**state.identity, **identity}:
         was, now = state.identity.get(key), identity.get(key)
         if was != now:
             differing[key] = was, now
+    order_before, order = differing.pop("order", (0, 0))
+    if order_before != order and not differing:
+        raise ValueError(
+            f"{checkpoint.path} is of a run that reads its samples in order number {order_before}, this dtmega in "
+            f"number {order}: the order of samples has changed, so finish that run with the version that wrote it "
+            f"({how_to_start_anew})"
+        )
+    lines = "; ".join(f"{key} was {was}, is {now}" for key, (was, now) in differing.items())
+    if order_before != order:
+        raise ValueError(
+            f"{checkpoint.path} is of a run that reads its samples in another order: {lines} ({how_to_start_anew})"
+        )
     if differing and not cfg.checkpoint.allow_changed_data:
-        lines = "; ".join(f"{key} was {was}, is {now}" for key, (was, now) in differing.items())
         raise ValueError(
             f"{checkpoint.path} is of a run on other data: {lines} (to go on all the same: [checkpoint] "
             f"allow_changed_data = true; {how_to_start_anew})"

@@ -37,7 +37,7 @@ class Progress(NamedTuple):
 
 
 class HealthState(NamedTuple):
-    """Counts of consecutive high losses (`training/health.py`).
+    """Counts of consecutive high losses (`training/health.py`), and the validation that a signal has cut short.
 
     Attributes:
         losses_above: number of consecutive steps, up to the last step, with a loss above [train] stop_loss_above.
@@ -45,6 +45,8 @@ class HealthState(NamedTuple):
         best_loss: smallest validation loss; None if [train] stop_validation_rises has compared no finite loss.
         best_step: step of the validation with the smallest loss.
         stopped: reason why [train] stop_loss_above or stop_validation_rises ended the run; '' if neither did.
+        unvalidated: last step whose validation a signal has cut short. A run that starts at this step begins with its
+            validation, as a new run, which starts at step 0, does.
     """
 
     losses_above: Count = 0
@@ -52,6 +54,7 @@ class HealthState(NamedTuple):
     best_loss: float | None = None
     best_step: Count = 0
     stopped: str = ""
+    unvalidated: Count = 0
 
 
 START = Progress()

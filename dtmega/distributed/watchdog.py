@@ -4,7 +4,8 @@
     ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
 
 If all ranks are in the same phase, the innermost frames of the main threads show which rank hangs: a rank inside a
-collective waits for the other ranks; a rank elsewhere has not reached the collective. The watch also writes the record
+collective waits for the other ranks; a rank elsewhere has not reached the collective. A rank whose own watch is silent
+is in a process that is stopped. The watch also writes the record
 of torch's flight recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
 """
 
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 SAVING = "checkpoint"  # the phase in which a signal does not end the process
 POLL_S = 0.2
 REPORT_S = 10.0  # time limit for the report of a hang, because the store may hang too
+FIRST_S = 2.0  # time limit for the other ranks' wait until the first rank has recorded who hangs
 CALLBACK_S = 10.0  # time limit for the callback before the exit
 RECORD_S = 10.0  # time limit for writing the flight recorder's record; flight_recorder.PATIENCE_S is shorter
 CLOSE = 0  # byte that ends the thread; no signal has this number
@@ -74,6 +76,9 @@ class CodePlace(NamedTuple):
 
     waits: bool
     text: str
+
+
+NO_ANSWER = CodePlace(False, "a process that does not answer: it is stopped, or its machine is gone")
 
 
 class Watch:
@@ -167,33 +172,42 @@ class Watch:
 
         The place in the code is known only for ranks that have sent no beat for half of timeout_s.
         """
+        return "\n".join(self._positions()[0])
+
+    def _positions(self) -> tuple[list[str], str]:
+        """The lines of `who_is_behind`, and the first of them about ranks that others wait for; '' if there is none."""
         last = self._last
         if self._reader is None:
-            return f"rank {self.rank}: step {last.step} in {last.phase}, for {last.age_s():.0f} s"
+            return [f"rank {self.rank}: step {last.step} in {last.phase}, for {last.age_s():.0f} s"], ""
         try:
             last_beats = self._read(self._reader)
         except RuntimeError as error:
-            return f"the store does not say who is behind: {error}"
+            return [f"the store does not say who is behind: {error}"], ""
         groups: dict[tuple[int, int, str, CodePlace], dict[int, float]] = {}
         for rank, (beat, place) in last_beats.items():
+            # The thread of a rank that lives has published the rank's place after half of timeout_s.
+            if not place.text and 0 < 0.75 * self.timeout_s < beat.age_s():
+                place = NO_ANSWER
             groups.setdefault((beat.step, beat.nth, beat.phase, place), {})[rank] = beat.age_s()
         silent = [rank for rank in range(self._size) if rank not in last_beats]
         front = max(groups)[:2] if groups else (0, 0)
         together = not silent and all(group[:2] == front for group in groups)
         waiting = {place.waits for *_, place in groups if place.text}
         lines = [f"{console.name_ranks(silent)} behind: nothing heard since the start"] if silent else []
+        named = [*lines]
         for (step, nth, phase, place), ages_s in sorted(groups.items()):
             if not together:
                 position = "in front" if (step, nth) == front else "behind"
             # Some ranks wait in a collective. The ranks that have not entered this collective hang.
-            elif len(waiting) > 1 and place.text:
+            elif place is NO_ANSWER or (len(waiting) > 1 and place.text):
                 position = "waiting" if place.waits else "hanging"
             else:
                 position = "together" if len(groups) == 1 else "as far as others"
             ranks, for_s = console.name_ranks([*ages_s]), max(ages_s.values())
             where = f", in {place.text}" if place.text else ""
             lines.append(f"{ranks} {position}: step {step} in {phase}, for {for_s:.0f} s{where}")
-        return "\n".join(lines)
+            named += [lines[-1]] if position in ("behind", "hanging") else []
+        return lines, next(iter(named), "")
 
     def report_stuck(self, until: str) -> int:
         """Print and record that this rank exits without saving after a signal.
@@ -346,15 +360,22 @@ class Watch:
         try:
             self._exit_status.set(code, reason)
             self._exit_status.write()  # write before using the store, which may not answer
+            self._publish_place()
+            lines, named = [self._exit_line(code, reason)], ""
+            first = code == exit_codes.HUNG and self._is_first("hung")
+            if first:
+                positions, named = self._positions()
+                lines += positions
+                reason += f"; {named}" if named else ""
+            elif code == exit_codes.HUNG and self._reader is not None:
+                # The first rank records who hangs, and its record counts.
+                with suppress(RuntimeError):
+                    self._reader.wait(["left"], timedelta(seconds=FIRST_S))
             self.record_exit(code, reason)
             self._exit_status.write()
-            self._publish_place()
-            line = self._exit_line(code, reason)
-            first = code == exit_codes.HUNG and self._is_first("hung")
-            console.say(f"{line}\n{self.who_is_behind()}" if first else line)
-            # A rank that only waits for others prints one line. The first rank, and ranks that do not wait in a
-            # collective, also print the stacks of their threads.
-            if code == exit_codes.HUNG and (first or not _place_of_main_thread().waits):
+            console.say("\n".join(lines))
+            # A rank that waits for others prints no stacks, unless it is the first and does not know for whom it waits.
+            if code == exit_codes.HUNG and (not _place_of_main_thread().waits or (first and not named)):
                 faulthandler.dump_traceback(all_threads=True)
             if self._callback is not None:
                 faulthandler.dump_traceback_later(CALLBACK_S, exit=True)

@@ -21,8 +21,15 @@ from dtmega.training.step import Run, count, signalled, to
 
 
 def evaluate_validation(run: Run, step: int) -> bool:
-    """Evaluate the validation split and the [data] validation sets. Returns False if a signal ended an evaluation."""
-    return all(evaluate(run, step, split) for split in run.text.evaluated)
+    """Evaluate the validation split and the [data] validation sets. Returns False if a signal ended an evaluation.
+
+    The next start then evaluates all of them again, so a loss that was already counted is not counted twice.
+    """
+    before = run.health.state
+    whole = all(evaluate(run, step, split) for split in run.text.evaluated)
+    if not whole:
+        run.health.state = before._replace(unvalidated=step)
+    return whole
 
 
 def evaluate(run: Run, step: int, split: str) -> bool:

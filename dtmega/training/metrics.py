@@ -53,6 +53,7 @@ class Metrics:
         start_step: number of steps done before this start; 0 for a new run. If a killed attempt has left lines of
             later steps, the lines are removed from metrics.jsonl and hidden in TensorBoard. A new run starts with an
             empty metrics.jsonl and an empty TensorBoard.
+        validates_first: whether the run begins with a validation, of `start_step`.
         write: whether this rank writes the reports; only one rank does so.
         loads: expert loads to write to expert_loads.jsonl; None if the model has no experts.
 
@@ -69,6 +70,7 @@ class Metrics:
         end: RunEnd,
         *,
         start_step: int = 0,
+        validates_first: bool = False,
         write: bool = True,
         loads: Loads | None = None,
     ) -> None:
@@ -91,10 +93,9 @@ class Metrics:
         path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
         self._loads = None
         if not config.eval.only:
-            keep_until(path, start_step, finished=start_step >= self._total_steps)
+            keep_until(path, start_step, evaluates=validates_first or start_step >= self._total_steps)
             self._loads = LoadsFile(run_dir / NAME, loads or Loads(), start_step, self.message)
         self._file = StepLines(path, self.message)
-        atomic.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
             purge_step = start_step + 1 if start_step else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,7 @@ class Settings(NamedTuple):
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, passed to all ranks; None on CPUs.
         auto_dtype: whether the configuration left the parameters' dtype open.
+        machine: what decides the bits of this rank's products (`training/exact/machine.py`); {} without [run] exact.
     """
 
     saved_cfg: Config
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
     digest: str
     memory_bytes: int | None
     auto_dtype: bool
+    machine: dict[str, Any]
 
 
 class Origin(NamedTuple):
@@ -113,14 +115,18 @@ def read_configuration(
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
+        machine: dict[str, Any] = {}
         if cfg.run.exact:
-            step.must_match |= {"the kind of processor": exact.kind_of_processor(device)}
+            from dtmega.training.exact.machine import prepare
+
+            machine = prepare(device)
+            step.must_match |= machine
         # All ranks use rank 0's memory size: devices may differ, but all must choose the same [fsdp] accumulate.
         step.send = device_bytes
     memory_bytes = step.received
     cfg = choices.with_accumulation(cfg, sizes, memory_bytes)
     auto_dtype = cfg.precision.params == "auto"
-    return Settings(saved_cfg, cfg, device, sizes, pieces, elements, digest, memory_bytes, auto_dtype)
+    return Settings(saved_cfg, cfg, device, sizes, pieces, elements, digest, memory_bytes, auto_dtype, machine)
 
 
 def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, TrainBatches]:
@@ -215,7 +221,6 @@ def join_processes(settings: Settings, startup: Startup) -> World:
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """Build this rank's shard of the model, and the optimizer of this shard. Parameters have no values yet."""
     with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
-        exact.prepare(cfg)
         model = parallelize(cfg, world)
         return model, optim.build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
 
@@ -243,7 +248,7 @@ def fill(
         elif loaded is None:
             model.draw(cfg.run.seed)
         compiled = compiling(cfg, settings.device)
-        exact.begin(model.exact, cfg, settings.sizes, settings.device, compiled, loaded and loaded.exact)
+        exact.begin(model.exact, cfg, settings.sizes, settings.machine, compiled, loaded and loaded.exact)
     return checkpoints, loaded
 
 
@@ -289,7 +294,9 @@ def write_files(
     )
 
 
-def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Progress, end: RunEnd) -> Metrics:
+def open_metrics(
+    settings: Settings, world: World, model: ShardedModel, at: Progress, end: RunEnd, validates_first: bool
+) -> Metrics:
     """Create the reporter of the run's steps. Only rank 0 writes reports."""
     return Metrics(
         settings.cfg,
@@ -298,6 +305,7 @@ def open_metrics(settings: Settings, world: World, model: ShardedModel, at: Prog
         world.size,
         end,
         start_step=at.step,
+        validates_first=validates_first,
         write=world.rank == 0,
         loads=model.loads,
     )
@@ -339,6 +347,7 @@ def announcement(
         lines.append(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
         )
+        lines += exact.not_recorded(loaded and loaded.exact, settings.machine)
     else:
         lines += choices.accumulation_note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:

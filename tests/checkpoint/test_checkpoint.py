@@ -756,6 +756,17 @@ def test_a_run_of_another_order_of_samples_is_never_continued(root, allow):
         resume.find_checkpoints(cfg, IDENTITY | {"order": 2})
 
 
+@pytest.mark.parametrize("allow", [False, True])
+def test_keys_that_change_the_order_of_samples_are_named_and_no_version(root, allow):
+    run = Run(root)
+    run.save(1)
+    cfg = run.with_keys(allow_changed_data=allow)
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"objective": "prefix-lm"})})
+    changed = r"reads its samples in another order: \[data\] objective was auto, is prefix-lm \(to start anew"
+    with pytest.raises(ValueError, match=changed):
+        resume.find_checkpoints(cfg, IDENTITY | {"order": 2})
+
+
 def test_another_model_is_refused_with_the_key(root):
     run = Run(root)
     run.save(1)

@@ -20,7 +20,8 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint import resume
 from dtmega.cli import replay
 from dtmega.distributed import exit_codes
-from dtmega.training import device_peaks, exact, history
+from dtmega.training import device_peaks, history
+from dtmega.training.exact import machine
 from dtmega.training.exact.record import NAME
 from tests import ranks
 from tests.layouts import DEBUG, train_debug_model, write_text
@@ -62,7 +63,7 @@ def replayed(argv: list[str], processor: str = "") -> tuple[int, str]:
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     if processor:
-        exact.kind_of_processor = lambda device: processor
+        machine.kind_of_processor = lambda device: processor
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = command(["replay", *argv])
@@ -82,8 +83,8 @@ def test_a_replay_on_a_pipeline_and_another_machine_is_equal_and_leaves_the_run_
     argv = [str(clean), "--step", str(STEPS), "--mesh.pp", "2"]
     (code, output), (other_code, _) = ranks.run(2, replayed, argv, "an abacus")
     assert (code, other_code) == (exit_codes.DONE, exit_codes.DONE), output
-    machine = output.index("this is another machine than the run's: the kind of processor was ")
-    assert machine < output.index("equal in every bit: steps 3 to 4")
+    elsewhere = output.index("this is another machine than the run's: the kind of processor was ")
+    assert elsewhere < output.index("equal in every bit: steps 3 to 4")
     assert "is 'an abacus'" in output
     assert content(clean) == before
 

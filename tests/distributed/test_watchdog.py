@@ -350,7 +350,9 @@ def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_
     told = json.loads((tmp_path / "run" / "exit.json").read_text())
     done = 3 if where == "optimizer" else 2  # on rank 0, whose own update of the third step ends
     assert (told["code"], told["step"], told["checkpoint"]) == (exit_codes.HUNG, done, None)
-    assert re.match(r"(rank 1: )?nothing for \d+ s$", told["reason"])
+    assert re.match(
+        rf"(rank 1: )?nothing for \d+ s; rank 1 (behind|hanging): step 3 in {re.escape(where)}", told["reason"]
+    )
     tracked = [*(f"step {step}" for step in range(1, done + 1)), "closed, finished False"]
     assert (tmp_path / "run" / "tracked").read_text().splitlines() == tracked
     waits = r"in \w+ \(distributed_c10d\.py:\d+\), called by \w+ \(\w+\.py:\d+\)"

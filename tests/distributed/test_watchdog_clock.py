@@ -269,6 +269,45 @@ def test_only_the_first_rank_that_reports_a_hang_shows_the_table(clock, make, ca
     assert capsys.readouterr().err == "rank 1: nothing for 30 s, at step 0 in start (exit code 77)\n"
 
 
+def test_a_rank_whose_process_is_stopped_is_named_in_the_report_and_in_the_record(clock, make, capsys, monkeypatch):
+    """Ranks 0 and 1 are in the same phase; rank 1 comes into it 5 s later, and only rank 0's watch looks."""
+    monkeypatch.setattr(watchdog, "place_of", lambda frame: CodePlace(True, "a collective"))
+    store, one = HashStore(), make(timeout_s=30.0)
+    one.share(store, 3)
+    one.beat(7, "data")
+    clock.run(5)
+    for rank in (1, 2):
+        store.set(f"beat/{rank}", f"7 0 {clock.now_s} data")
+    clock.run(20)
+    store.set("beat/2", f"7 0 {clock.now_s} data")  # it comes so late that its place is not due yet
+    clock.run(6)
+    assert clock.code == exit_codes.HUNG
+    named = (
+        "rank 1 hanging: step 7 in data, for 25 s, in a process that does not answer: it is stopped, or its machine is "
+        "gone"
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 0: nothing for 30 s, at step 7 in data (exit code 77)",
+        "rank 2 as far as others: step 7 in data, for 5 s",
+        named,
+        "rank 0 waiting: step 7 in data, for 30 s, in a collective",
+    ]
+    assert one._exit_status.reason == f"nothing for 30 s; {named}"
+    assert ("stacks", True) not in clock.deeds
+
+
+def test_the_record_is_that_of_the_first_rank_which_names_who_hangs(clock, make):
+    class Slow(HashStore):
+        def wait(self, keys: list[str], timeout: Any) -> None:
+            store.set(keys[0], "77 rank 0: nothing for 30 s; rank 1 behind")
+
+    store, one = Slow(), make(timeout_s=30.0, rank=2)
+    one.share(store, 3)
+    store.add("hung", 1)  # by rank 0
+    clock.run(31)
+    assert one._exit_status.reason == "rank 0: nothing for 30 s; rank 1 behind"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("Broken pipe"), TypeError("not foreseen")])
 def test_a_report_that_fails_does_not_change_the_exit_code(clock, make, capsys, error):
     class Gone(HashStore):

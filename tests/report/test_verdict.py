@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,33 @@ def test_a_loss_that_has_risen_clearly_over_its_best_mean_diverges(
 ):
     path = write(tmp_path, losses(of_step, n, noise)) / "metrics.jsonl"
     assert bool(verdict.diverging(record.read(path))) == diverges
+
+
+def diverges_by_the_rule(losses: list[float]) -> bool:
+    """docs/report.md in plain lists: the last tenth against each equally long window that shares no step with it."""
+    length = max(len(losses) // 10, 10)
+    windows = [losses[start : start + length] for start in range(len(losses) - 2 * length + 1)]
+    if not windows:
+        return False
+    best = min(windows, key=fmean)
+    tolerances = (fmean(windows[0]) - fmean(best)) / 10, abs(fmean(best)) / 50, 5 * pstdev(best) / length**0.5
+    return fmean(losses[-length:]) - fmean(best) > max(tolerances)
+
+
+@pytest.mark.parametrize("n", [1, 10, 11, 19, 20, 21, 25, 30, 199, 200, 210])
+def test_windows_that_overlap_are_never_compared_whatever_the_number_of_steps(tmp_path: Path, n: int):
+    """Losses that rise, that fall, and that are lowest in a middle that the last window may reach into."""
+    shapes = {
+        "rise": [2 + 0.1 * step for step in range(n)],
+        "fall": [9 - 0.02 * step for step in range(n)],
+        "dip": [3 - (abs(2 * step - n + 1) < 10) for step in range(n)],
+        "early dip": [3 - (step < min(n - 10, 10)) for step in range(n)],
+    }
+    for name, values in shapes.items():
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name, [{"step": step + 1, "loss": float(loss)} for step, loss in enumerate(values)])
+        assert bool(verdict.diverging(record.read(path / "metrics.jsonl"))) == diverges_by_the_rule(values), name
+    assert diverges_by_the_rule(shapes["rise"]) == (n >= 20)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def validations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if "val_loss" in line]
+
+
 def same_numbers(folder: Path, truth: Record) -> bool:
     run = Record(folder)
     weights = all(torch.equal(run.final[name], weight) for name, weight in truth.final.items())
@@ -122,6 +126,39 @@ def test_a_signal_during_an_evaluation_ends_it_after_the_batch_and_the_step_is_s
     assert [line["step"] for line in lines(tmp_path) if "val_loss" in line] == [0]
     assert alone(keys, tmp_path) == 0
     assert same_numbers(tmp_path, truth)
+    assert validations(tmp_path) == [line for line in truth.lines if "val_loss" in line]
+
+
+def failed(*args: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_a_validation_that_was_cut_short_is_begun_again_until_it_is_whole_and_stands_once(
+    tmp_path, keys, truth, monkeypatch
+):
+    with signal_in_batch(12 + 2):
+        assert alone(keys, tmp_path) == exit_codes.PREEMPTED
+    with signal_in_batch(2):
+        assert alone(keys, tmp_path) == exit_codes.PREEMPTED
+    assert [line["step"] for line in validations(tmp_path)] == [0]
+    with monkeypatch.context() as failing:
+        failing.setattr(train, "check_learns", failed)
+        with pytest.raises(RuntimeError, match="planted"):
+            alone(keys, tmp_path)
+    assert [line["step"] for line in validations(tmp_path)] == [0, 3]
+    assert alone(keys, tmp_path) == 0
+    assert same_numbers(tmp_path, truth)
+    assert validations(tmp_path) == [line for line in truth.lines if "val_loss" in line]
+
+
+def test_a_loss_before_the_cut_in_a_validation_of_several_sets_is_counted_once(tmp_path, corpus, capsys):
+    keys: dict[str, Any] = {"train__steps": 6, "eval__interval": 1, "eval__steps": 2, "eval__sample_tokens": 0}
+    keys |= {"data__validation": f'["second={corpus}"]', "train__stop_validation_rises": 3}
+    keys |= {"optim__lr": 1e-30, "optim__min_lr": 0.0}  # no loss is below the first
+    with signal_in_batch(4 + 4 + 3):  # in the second set, after step 2
+        assert run(tmp_path, corpus, **keys) == exit_codes.PREEMPTED
+    assert run(tmp_path, corpus, **keys) == 0
+    assert "stop_validation_rises: 3 validations in a row, up to step 4," in capsys.readouterr().out
 
 
 def test_a_signal_before_the_first_step_ends_the_run_and_the_same_command_starts_it(tmp_path, keys, truth, capsys):

@@ -21,6 +21,7 @@ from dtmega.training import exact
 from dtmega.training.checks import check
 
 CPU = torch.device("cpu")
+MACHINE = {"the kind of processor": "an EPYC", "MKL_CBWR": "", "the bits of products in float32": "0123456789abcdef"}
 
 
 def configured(**sections: dict[str, Any]) -> config.Config:
@@ -92,7 +93,7 @@ def test_without_the_key_nothing_is_refused():
 
 def test_every_value_that_the_first_step_recorded_is_compared_and_named():
     cfg = configured()
-    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), CPU, compiled=False)
+    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), MACHINE, compiled=False)
     exact.check_fixed(ExactState({}, dict(now)), now)
     exact.check_fixed(None, now)
     for key, value in now.items():
@@ -118,7 +119,7 @@ TELLING: dict[str, dict[str, Any]] = {
 def test_a_setting_that_changes_bits_is_recorded(setting: str):
     def recorded(**sections: dict[str, Any]) -> dict[str, Any]:
         cfg = configured(**{"mesh": {"tp": 2, "cp": 2, "cp_form": "gather"}, **sections})
-        return exact.fixed(cfg, mesh.resolve(cfg.mesh, 8), CPU, compiled=False)
+        return exact.fixed(cfg, mesh.resolve(cfg.mesh, 8), MACHINE, compiled=False)
 
     before, after = recorded(), recorded(**TELLING[setting])
     assert before[setting] != after[setting]
@@ -129,30 +130,41 @@ def test_a_resumed_run_goes_on_with_the_grids_of_its_checkpoint():
     sizes = mesh.resolve(cfg.mesh, 1)
     group = cast(dist.ProcessGroup, None)
     sums = ExactSums({"a": 4}, 1, Groups(group, group, group, group), CPU)
-    was = ExactState({"a": 2.0**-20}, exact.fixed(cfg, sizes, CPU, compiled=False))
-    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=was)
+    was = ExactState({"a": 2.0**-20}, exact.fixed(cfg, sizes, MACHINE, compiled=False))
+    exact.begin(sums, cfg, sizes, MACHINE, compiled=False, was=was)
     assert sums.state == was
     sums.begin(n_microbatches=4, scale=1.0)
     assert sums.grids["a"] == Grid.of(2.0**-20, 4)
-    exact.begin(sums, cfg, sizes, CPU, compiled=False, was=None)
+    exact.begin(sums, cfg, sizes, MACHINE, compiled=False, was=None)
     sums.begin(n_microbatches=4, scale=1.0)
     assert sums.grids["a"] == Grid.of(1 / 4, 4)
 
 
 def test_another_machine_is_told_where_it_is_allowed_and_everything_else_is_still_refused():
     cfg = configured()
-    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), CPU, compiled=False)
+    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), MACHINE, compiled=False)
     told: list[str] = []
     with exact.another_machine_allowed(told.append):
-        exact.check_fixed(ExactState({}, now | {"torch's version": "other", "the kind of processor": "abacus"}), now)
+        exact.check_fixed(ExactState({}, now | {"MKL_CBWR": "COMPATIBLE", "the kind of processor": "abacus"}), now)
         with pytest.raises(ValueError, match="would change:"):
             exact.check_fixed(ExactState({}, now | {"[mesh] tp": "other"}), now)
     assert [line.partition(",")[0] for line in told] == [
-        "torch's version was 'other'",
         "the kind of processor was 'abacus'",
+        "MKL_CBWR was 'COMPATIBLE'",
     ]
     with pytest.raises(ValueError, match="the kind of processor was 'abacus'"):
         exact.check_fixed(ExactState({}, now | {"the kind of processor": "abacus"}), now)
+
+
+def test_a_run_whose_checkpoint_lacks_a_setting_goes_on_and_a_line_names_it():
+    cfg = configured()
+    now = exact.fixed(cfg, mesh.resolve(cfg.mesh, 1), MACHINE, compiled=False)
+    older = ExactState({}, {key: value for key, value in now.items() if key != "MKL_CBWR"})
+    exact.check_fixed(older, now)
+    assert exact.not_recorded(older, MACHINE) == [
+        "recorded from now on, because the checkpoint's dtmega did not: MKL_CBWR ([run] exact)"
+    ]
+    assert exact.not_recorded(ExactState({}, now), MACHINE) == exact.not_recorded(None, MACHINE) == []
 
 
 def test_equal_gradients_of_two_ranks_that_share_a_microbatch_have_different_digests(monkeypatch):

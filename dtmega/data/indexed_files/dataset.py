@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dtmega.config.reading import as_list
 from dtmega.data.indexed_files.idx_file import read_index
 from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
+from dtmega.files.object_file import ObjectFile
 from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
 
@@ -56,9 +57,27 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, by_sequence: bool = False, stored: StoredPair | None = None) -> None:
         self.prefix, self.by_sequence = str(prefix), by_sequence
         self.stored = StoredPair.open(self.prefix) if stored is None and is_object_store(self.prefix) else stored
+        if self.stored is None:
+            self._load(_map(self.prefix, ".idx"), _map(self.prefix, ".bin"))
+            return
+        index = self.stored.map_index()
+        try:
+            self._load(index, self.stored.bin)
+        except ValueError:
+            # A byte may have changed on its way into this node's cache, so the object is read once more.
+            index = self.stored.map_index(anew=True)
+            try:
+                self._load(index, self.stored.bin)
+            except ValueError as error:
+                raise ValueError(f"{error} (downloaded twice, the last time to {self.stored.index_path})") from None
+
+    def _load(self, index: NDArray[np.uint8], data: NDArray[np.uint8] | ObjectFile) -> None:
+        """Set the attributes from the bytes of the .idx, and check them and the size of the .bin.
+
+        Raises:
+            ValueError: the .idx is damaged or in another format, or does not belong to the .bin.
+        """
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        index = _map(self.prefix, ".idx") if self.stored is None else self.stored.map_index()
-        data = _map(self.prefix, ".bin") if self.stored is None else self.stored.bin
         arrays = read_index(idx_path, index)
         self.dtype = arrays.dtype
         self.sizes = arrays.sizes
@@ -66,7 +85,7 @@ class IndexedDataset:
         self.document_index = arrays.document_index
         self._per_token = arrays.per_token
         self.n_tokens = self._check_sequences(idx_path)
-        if not by_sequence:
+        if not self.by_sequence:
             self._check_documents(idx_path)
         n_bytes = self.n_tokens * self.dtype.itemsize
         if data.size != n_bytes:

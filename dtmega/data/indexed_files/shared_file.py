@@ -11,6 +11,7 @@ changed. Users may delete anything in the cache directory at any time.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import xxhash
 from numpy.typing import NDArray
 
-from dtmega.files.lock import Lock
+from dtmega.files.lock import Lock, is_held
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 8 << 20  # number of bytes read at a time
@@ -61,9 +62,13 @@ class SharedFile:
 
         A missing lock does no harm, because each process writes to a temporary file of its own and then renames it.
         """
+        lock = Path(f"{self.path}.lock")
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the lock file may belong to another user
-                held.enter_context(Lock(Path(f"{self.path}.lock")))
+                held.enter_context(Lock(lock))
+                if is_held(lock):  # None without locks. With them, all temporary files are of killed processes.
+                    for temp in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.tmp"):
+                        temp.unlink()
             yield
 
     def _is_intact(self) -> bool:

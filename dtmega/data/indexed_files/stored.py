@@ -112,8 +112,11 @@ class StoredPair(NamedTuple):
         """URL, size and version of the .idx; any change may mean a new data set."""
         return f"{self.idx.url} {self.idx.size} {self.idx.version}"
 
-    def map_index(self) -> NDArray[np.uint8]:
+    def map_index(self, anew: bool = False) -> NDArray[np.uint8]:
         """The bytes of the .idx, mapped from this node's cache. One process per node downloads the .idx.
+
+        Args:
+            anew: whether to download the .idx although the cache has it.
 
         Raises:
             ValueError: the store does not answer, the .idx has changed since it was opened, or the cache is not
@@ -126,6 +129,8 @@ class StoredPair(NamedTuple):
 
         path = self.index_path
         try:
+            if anew:
+                path.unlink(missing_ok=True)
             SharedFile(
                 path, self.index_state, pieces, f"copying {self.idx.url}, {self.idx.size:,} bytes"
             ).read_or_make()

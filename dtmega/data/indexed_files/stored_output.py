@@ -19,7 +19,8 @@ from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
 
-from dtmega.data.indexed_files.pair_files import PairFiles
+from dtmega.data.indexed_files.pair_files import PairFiles, remove_abandoned
+from dtmega.files.lock import is_held
 from dtmega.files.object_file import ObjectFile
 from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
 
@@ -49,13 +50,16 @@ def is_there(path: str) -> bool:
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
-    """Check that no token files would be replaced, unless `overwrite` is True.
+    """Check that no token files would be replaced, unless `overwrite` is True. What a killed writer left is removed.
 
     Raises:
         ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False; or the object store cannot be used.
     """
     # A killed upload leaves a .bin without an .idx, which may be replaced.
-    suffixes = (".idx",) if is_object_store(prefix) else (".bin", ".idx")
+    suffixes = (".idx",)
+    if not is_object_store(prefix):
+        remove_abandoned(prefix)
+        suffixes = (".bin", ".idx")
     for path in (f"{prefix}{suffix}" for suffix in suffixes):
         if is_there(path) and not overwrite:
             raise ValueError(f"{path} is there: expected another --output, or --overwrite to replace it")
@@ -78,6 +82,9 @@ class StoredPairFiles(PairFiles):
         self._store = open_store(url)
         self._mine = f"process {os.getpid()} on {gethostname()}, attempt {uuid4().hex}".encode()
         self._renewed_s = 0.0
+        for lock in Path(tempfile.gettempdir()).glob("dtmega-*/*.lock.*.tmp"):
+            if is_held(lock) is False:  # of a writer that was killed
+                shutil.rmtree(lock.parent, ignore_errors=True)
         self._local = tempfile.mkdtemp(prefix="dtmega-")
         super().__init__(str(Path(self._local, self._name)))
 
@@ -103,6 +110,7 @@ class StoredPairFiles(PairFiles):
 
     def discard(self) -> None:
         """Delete the files in the temp folder."""
+        super().discard()
         shutil.rmtree(self._local, ignore_errors=True)
 
     def _key(self, suffix: str) -> str:

@@ -9,7 +9,6 @@ several processes at once and may be killed at any time.
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 import re
@@ -141,9 +140,6 @@ def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
 
 
 def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
-    # This process holds the lock, so no other process is writing. Any temporary files were left by a killed process.
-    for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):
-        os.unlink(leftover)
     texts = dict(documents())
     n_chars = sum(map(len, texts.values()))
     if n_chars < MIN_CHARS:

@@ -1,5 +1,6 @@
 """The rules of [run] exact: the settings that it supports, and the settings that must not change when a run resumes.
 
+    machine.py    describes what decides the bits of a product on this machine
     record.py     writes the digests of each step
     recorded.py   reads the digests of a run, and compares them with the digests of `dtmega replay`
 
@@ -11,10 +12,8 @@ arithmetic.
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from dtmega.ops.shards import local
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 OBJECTIVES = ("auto", "conversations")
-MACHINE = ("torch's version", "the kind of processor")
 _told: list[Callable[[str], object]] = []  # functions that `another_machine_allowed` has registered
 
 
@@ -143,13 +141,13 @@ def grid_overflow(step: int, names: Sequence[str]) -> str:
     )
 
 
-def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, compiled: bool) -> dict[str, Any]:
+def fixed(cfg: config.Config, sizes: Mapping[str, int], machine: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
     """The settings that determine the bits of one microbatch, and therefore must not change within a run.
 
     Args:
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        device: device on which the rank computes.
+        machine: what `machine.prepare` has found.
         compiled: whether blocks are compiled.
     """
     return {
@@ -163,13 +161,12 @@ def fixed(cfg: config.Config, sizes: Mapping[str, int], device: torch.device, co
         "[recompute] mode": cfg.recompute.mode,
         "[recompute] method": cfg.recompute.method,
         "[recompute] layers": cfg.recompute.layers,
-        "torch's version": torch.__version__,
-        "the kind of processor": kind_of_processor(device),
+        **machine,
     }
 
 
 def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
-    """Refuse settings that would change the bits of a resumed run.
+    """Refuse settings that would change the bits of a resumed run. `not_recorded` names those that cannot be compared.
 
     Args:
         was: state that the checkpoint stores; None for a new run.
@@ -182,11 +179,11 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
         return
     changed: list[str] = []
     for key, value in now.items():
-        before = was.fixed.get(key)
-        if before == value:
+        if was.fixed.get(key, value) == value:
             continue
-        change = f"{key} was {before!r}, is {value!r}"
-        if key in MACHINE and _told:
+        change = f"{key} was {was.fixed[key]!r}, is {value!r}"
+        # Only the names of configuration keys begin with a bracket; the others describe the machine.
+        if _told and not key.startswith("["):
             _told[-1](change)
         else:
             changed.append(change)
@@ -196,9 +193,22 @@ def check_fixed(was: ExactState | None, now: Mapping[str, Any]) -> None:
         )
 
 
+def not_recorded(was: ExactState | None, machine: Mapping[str, Any]) -> list[str]:
+    """A line about what an older dtmega did not record of the machine; no line if it recorded everything.
+
+    Args:
+        was: state that the checkpoint stores; None for a new run.
+        machine: what `machine.prepare` has found.
+    """
+    missing = [name for name in machine if was and name not in was.fixed]
+    if not missing:
+        return []
+    return [f"recorded from now on, because the checkpoint's dtmega did not: {', '.join(missing)} ([run] exact)"]
+
+
 @contextmanager
 def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, allow the torch version and the kind of processor to differ from the checkpoint's.
+    """Inside the `with` block, allow this machine and its libraries to differ from the checkpoint's.
 
     Args:
         tell: callback that receives a description of each change.
@@ -210,25 +220,11 @@ def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
         _told.pop()
 
 
-def kind_of_processor(device: torch.device) -> str:
-    """The name of the GPU, or the name of the CPU and the instruction set that torch uses on this CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.machine()
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-            break
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
 def begin(
     sums: ExactSums | None,
     cfg: config.Config,
     sizes: Mapping[str, int],
-    device: torch.device,
+    machine: Mapping[str, Any],
     compiled: bool,
     was: ExactState | None,
 ) -> None:
@@ -240,7 +236,7 @@ def begin(
         sums: object that adds up the run's gradients as fixed-point integers; None without [run] exact.
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        device: device on which the rank computes.
+        machine: what `machine.prepare` has found.
         compiled: whether blocks are compiled.
         was: state that the checkpoint stores; None for a new run.
 
@@ -249,12 +245,6 @@ def begin(
     """
     if sums is None:
         return
-    now = fixed(cfg, sizes, device, compiled)
+    now = fixed(cfg, sizes, machine, compiled)
     check_fixed(was, now)
     sums.state = ExactState(dict(was.maxima) if was else {}, now)
-
-
-def prepare(cfg: config.Config) -> None:
-    """Limit this process to one thread, because the bits of a matrix product depend on the number of threads."""
-    if cfg.run.exact:
-        torch.set_num_threads(1)

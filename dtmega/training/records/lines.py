@@ -34,7 +34,7 @@ class StepLines:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        self._name = path.name
+        self._path = path
         self._say = say
         # The file is line-buffered, so that a killed run loses no line.
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -49,15 +49,16 @@ class StepLines:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         # If the disk is full, this line stays in the buffer and is written together with the next line.
         except OSError as error:
-            self._say(f"WARNING: {self._name} cannot be written: {error}")
+            self._say(f"WARNING: {self._path.name} cannot be written: {error}")
 
     def sync(self) -> None:
-        """Flush the file to disk."""
+        """Flush the file and its name to disk."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            atomic.sync_folder(self._path.parent)
         except OSError as error:
-            self._say(f"WARNING: {self._name} may not survive a power cut: {error}")
+            self._say(f"WARNING: {self._path.name} may not survive a power cut: {error}")
 
     def close(self) -> None:
         """Flush the file to disk and close it."""
@@ -66,7 +67,7 @@ class StepLines:
             self._file.close()
 
 
-def keep_until(path: Path, step: int, finished: bool = False) -> None:
+def keep_until(path: Path, step: int, evaluates: bool = False) -> None:
     """Remove damaged lines, and lines that a resumed run will write again, from a file such as metrics.jsonl.
 
     The file is replaced atomically, by a rename. If the run starts from step 0, the old file is kept under the first
@@ -75,13 +76,14 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     Args:
         path: path of the file, which need not exist.
         step: number of steps done before this start.
-        finished: whether the run has done all its steps. If so, the run will repeat the evaluations after the last
-            step, so the lines of these evaluations are removed.
+        evaluates: whether the run will evaluate before it does another step. The lines of earlier evaluations after
+            `step` are then removed.
     """
     if not path.exists():
         return
     if step == 0:
         path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
+        atomic.sync_folder(path.parent)
         return
     with path.open("rb") as old, atomic.replaced(path) as new:
         for line in old:
@@ -89,7 +91,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
             if record is None:
                 continue
             is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
-            again = finished and record["step"] == step and is_evaluation
+            again = evaluates and record["step"] == step and is_evaluation
             if line.endswith(b"\n") and record["step"] <= step and not again:
                 new.write(line.decode("utf-8"))
 

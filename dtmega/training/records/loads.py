@@ -76,8 +76,10 @@ class LoadsFile:
             return
         try:
             self._lines = self._lines or StepLines(self._path, self._say)
-            self._lines.write({"first": self._first, "step": self._newest, "loads": found})
+        # The next line covers these steps too.
         except OSError as error:
             self._say(f"WARNING: {NAME} cannot be written: {error}")
+            return
+        self._lines.write({"first": self._first, "step": self._newest, "loads": found})
         self._sum = None
         self._first = self._newest + 1

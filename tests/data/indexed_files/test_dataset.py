@@ -423,7 +423,7 @@ def test_nothing_stands_under_the_final_name_while_writing(tmp_path):
     prefix = tmp_path / "new" / "folder" / "a"
     with IndexedWriter(prefix, np.dtype("uint16")) as writer:
         writer.add([1])
-        assert [path.suffix for path in prefix.parent.iterdir()] == [".tmp"]
+        assert [path.suffix for path in prefix.parent.iterdir()] == [".tmp"] * 2
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.bin", "a.idx"]
 
 

@@ -248,6 +248,25 @@ def test_an_index_is_downloaded_once_and_anew_when_it_has_changed_or_its_copy_is
     assert reads(object_store, ".idx") == 3
 
 
+def test_an_index_that_one_answer_has_damaged_is_downloaded_once_more(object_store, text):
+    url = store(object_store, text, "a/text")
+    once = iter(["flip"])
+    object_store.fault = lambda request: next(once, "") if (request.method, request.key[-4:]) == ("GET", ".idx") else ""
+    for _ in range(2):  # the second time from the cache
+        np.testing.assert_array_equal(IndexedDataset(url).sizes, IndexedDataset(text).sizes)
+        assert reads(object_store, ".idx") == 2
+
+
+def test_a_damaged_index_is_refused_with_its_url_and_the_file_that_holds_its_copy(object_store, text):
+    url = store(object_store, text, "a/text")
+    object_store.fault = lambda request: "flip" if (request.method, request.key[-4:]) == ("GET", ".idx") else ""
+    with pytest.raises(ValueError, match="expected") as error:
+        IndexedDataset(url)
+    (copy,) = cache_dir().glob("index-*.bin")
+    assert str(error.value).startswith(f"{url}.idx: expected")
+    assert str(error.value).endswith(f"(downloaded twice, the last time to {copy})")
+
+
 def test_a_data_set_without_a_record_of_its_ids_is_scanned_once(object_store, text, capfd):
     url = store(object_store, text, "a/text")
     for _ in range(2):

@@ -136,6 +136,20 @@ def test_a_writer_that_stops_at_any_request_leaves_the_old_set_the_new_one_or_no
     assert seen == ({"old", "none", "new"} if overwriting else {"none", "new"})
 
 
+def test_what_a_killed_writer_has_left_on_this_machine_goes_with_the_next_writer(object_store, tmp_path, monkeypatch):
+    with monkeypatch.context() as killed:
+        killed.setattr(StoredPairFiles, "discard", lambda self: self._lock.close())
+        write(1)
+    (left,) = (tmp_path / "temp").iterdir()
+    with IndexedWriter("s3://bucket/data/other", np.dtype("<u2")) as living:
+        living.add([1])
+        write(2)
+        (of_living,) = (tmp_path / "temp").iterdir()
+    assert left != of_living
+    assert not [*(tmp_path / "temp").iterdir()]
+    assert content() == [2] * 3
+
+
 def interrupted(server: Server, number: int, other: Callable[[], None]) -> None:
     """Let another writer run when this many requests have been done."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dtmega.data.indexed_files import spilled_array
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.spilled_array import SpilledArray
 from dtmega.data.indexed_files.writer import IndexedWriter
 
@@ -29,6 +30,16 @@ def test_a_long_data_set_is_the_same_bytes_whatever_is_kept_in_memory(tmp_path, 
     monkeypatch.setattr(spilled_array, "IN_MEMORY", in_memory)
     assert write(tmp_path / "long") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["long.bin", "long.idx", "short.bin", "short.idx"]
+
+
+def test_a_writer_leaves_alone_what_a_living_one_of_the_same_files_has_begun(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as slow:
+        slow.add([1, 2, 3])
+        with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as fast:
+            fast.add([4])
+        slow.add([5])
+    assert IndexedDataset(tmp_path / "a").tokens.tolist() == [1, 2, 3, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 def test_older_entries_of_an_array_are_in_a_file_without_a_name(tmp_path, monkeypatch):

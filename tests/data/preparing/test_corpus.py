@@ -214,10 +214,12 @@ def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, monkeypatch):
     prefix = corpus.prepare_stdlib(BYTES)
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).unlink()
-    Path(f"{prefix}.bin.7-0123abcd.tmp").touch()
-    Path(f"{prefix}-other.bin.7-0123abcd.tmp").touch()
+    for name in (prefix, f"{prefix}-other"):
+        for kind in ("bin", "lock"):
+            Path(f"{name}.{kind}.7-0123abcd.tmp").touch()
     corpus.prepare_stdlib(BYTES)
-    assert [path.name for path in cache_dir().glob("*.tmp")] == [f"{Path(prefix).name}-other.bin.7-0123abcd.tmp"]
+    left = [f"{Path(prefix).name}-other.{kind}.7-0123abcd.tmp" for kind in ("bin", "lock")]
+    assert sorted(path.name for path in cache_dir().glob("*.tmp")) == left
 
 
 def test_a_killed_first_run_leaves_nothing_under_the_final_name_and_the_next_one_succeeds(few):
@@ -237,7 +239,7 @@ def test_a_killed_first_run_leaves_nothing_under_the_final_name_and_the_next_one
     with process:
         assert process.stdout.readline() == "half\n"
         process.send_signal(signal.SIGKILL)
-    assert [p.suffix for p in cache_dir().glob("stdlib-*") if p.suffix != ".lock"] == [".tmp"]
+    assert [p.suffix for p in cache_dir().glob("stdlib-*") if p.suffix != ".lock"] == [".tmp"] * 2
     prefix = corpus.prepare_stdlib(BYTES)
     assert len(IndexedDataset(prefix)) == len(few)
     assert not list(cache_dir().glob("*.tmp"))

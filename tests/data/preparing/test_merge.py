@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dtmega.__main__ import main
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.pair_files import PairFiles
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.distributed import exit_codes
 
@@ -45,6 +50,60 @@ def test_merged_parts_are_the_bytes_of_the_text_tokenised_at_once(tmp_path, form
             assert Path(f"{tmp_path}/merged{i}.{suffix}").read_bytes() == Path(f"{whole}.{suffix}").read_bytes()
     n_tokens = IndexedDataset(whole).n_tokens
     assert capsys.readouterr().out.startswith(f"3 parts: 15 documents, {n_tokens:,} tokens: {tmp_path}/merged0.bin")
+
+
+class Killed(BaseException):
+    """The end of a process, as far as its files tell."""
+
+
+def killed_at(n: int, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run a command that ends before its n-th sync or rename, without clearing up. False if it has fewer."""
+    events: list[str] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def before(*args: Any) -> Any:
+            events.append(function.__name__)
+            if len(events) > n:
+                raise Killed
+            return function(*args)
+
+        return before
+
+    with monkeypatch.context() as dying:
+        for name in ("fsync", "replace"):
+            dying.setattr(os, name, noted(getattr(os, name)))
+        dying.setattr(PairFiles, "discard", lambda self: self._lock.close())
+        with contextlib.suppress(Killed):
+            assert main(argv) == exit_codes.DONE
+    return len(events) > n
+
+
+@pytest.mark.parametrize("command", ["merge", "tokenize"])
+def test_the_same_command_after_a_kill_at_any_sync_or_rename_leaves_the_data_set_alone(tmp_path, command, monkeypatch):
+    files = texts(tmp_path)
+    whole = tokenize(tmp_path, files, "whole")
+    parts = [tokenize(tmp_path, files[:2], "part-0"), tokenize(tmp_path, files[2:], "part-1")]
+    given = {"merge": parts, "tokenize": [*map(str, files), "--tokenizer", "bytes", "--workers", "1"]}[command]
+    for n in range(20):
+        (folder := tmp_path / str(n)).mkdir()
+        argv = [command, "--input", *given, "--output", f"{folder}/out"]
+        if not killed_at(n, argv, monkeypatch):
+            break
+        complete = (folder / "out.idx").exists()
+        assert main(argv) == (exit_codes.REFUSED if complete else exit_codes.DONE)
+        assert sorted(path.name for path in folder.iterdir()) == [f"out.{suffix}" for suffix in SUFFIXES]
+        for suffix in SUFFIXES:
+            assert (folder / f"out.{suffix}").read_bytes() == Path(f"{whole}.{suffix}").read_bytes()
+    assert n > 6
+
+
+def test_a_bin_that_no_killed_writer_has_left_is_not_deleted(tmp_path, monkeypatch):
+    parts = [tokenize(tmp_path, [file], file.stem) for file in texts(tmp_path)[:2]]
+    argv = ["merge", "--input", *parts, "--output", f"{tmp_path}/out"]
+    assert killed_at(1, argv, monkeypatch)
+    (tmp_path / "out.bin").write_bytes(b"another program's")
+    assert main(argv) == exit_codes.REFUSED
+    assert (tmp_path / "out.bin").read_bytes() == b"another program's"
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "<u2") -> str:

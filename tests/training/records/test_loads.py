@@ -175,6 +175,20 @@ def test_a_line_covers_a_hundredth_of_the_steps_so_far_and_each_step_is_in_one_l
     assert len(found) < 100 + 100 * 3 + 3  # 2,000 is 100 times e³
 
 
+def test_the_counts_of_steps_in_which_the_file_cannot_be_opened_are_in_the_line_after_them(tmp_path: Path, capsys):
+    path = tmp_path / "expert_loads.jsonl"
+    of_run = Loads()
+    file = LoadsFile(path, of_run, 0, print)
+    for step in range(1, 4):
+        path.mkdir() if step == 1 else None
+        path.rmdir() if step == 3 else None
+        of_run.add(loads_at(step))
+        file.after_step(step)
+    file.close()
+    assert lines_of(tmp_path) == [{"first": 1, "step": 3, "loads": {"1": [1 + 2 + 3, 0, 1 + 4 + 9]}}]
+    assert capsys.readouterr().out.count("WARNING: expert_loads.jsonl cannot be written: ") == 2
+
+
 def test_a_run_without_experts_has_no_file(tmp_path: Path):
     file = LoadsFile(tmp_path / "expert_loads.jsonl", Loads(), 0, print)
     file.after_step(1)
