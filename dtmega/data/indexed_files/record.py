@@ -9,7 +9,8 @@ A record for one part of a larger text has one more entry, which `merge` reads a
 
 A record for conversations (`conversations.py`) has one more entry:
 
-    "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {}}
+    "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {},
+             "notes": {}}
 
 Without the record, training on token ids from the wrong vocabulary would raise no error if the ids were small enough.
 Megatron writes no such record.
@@ -44,6 +45,8 @@ class ChatRecord(BaseModel):
         end_ids: ids of the tokens that end a learned turn; empty if all text is learned.
         learned: number of tokens that count in the loss.
         refused: number of refused conversations, keyed by cause; these conversations are not in the `.bin`.
+        notes: number of conversations, keyed by how arguments of tool calls were read and by what the template left
+            out.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -52,6 +55,7 @@ class ChatRecord(BaseModel):
     end_ids: list[int] = []
     learned: int
     refused: dict[str, int]
+    notes: dict[str, int] = {}
 
 
 class PartRecord(BaseModel):
