@@ -81,6 +81,7 @@ class Record(BaseModel):
         tokenizer: the tokenizer's spec, for human readers.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: whether each document ends with `eod_id`.
+        first_id: id of the tokenizer's own `bos_token`, with which each document begins; None if documents do not.
         sentences: whether each sequence is a sentence, and a document has any number of them. Otherwise, each sequence
             is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
@@ -96,6 +97,7 @@ class Record(BaseModel):
     fingerprint: str
     eod_id: int
     append_eod: bool
+    first_id: int | None = None
     sentences: bool
     documents: int
     tokens: int
@@ -114,6 +116,7 @@ def text_of(
     writer: IndexedWriter,
     *,
     append_eod: bool = False,
+    first_id: int | None = None,
     sentences: bool = False,
     part: PartRecord | None = None,
     chat: ChatRecord | None = None,
@@ -124,6 +127,7 @@ def text_of(
         fingerprint=tokenizer.fingerprint,
         eod_id=tokenizer.eod_id,
         append_eod=append_eod,
+        first_id=first_id,
         sentences=sentences,
         documents=writer.n_documents,
         tokens=writer.n_tokens,

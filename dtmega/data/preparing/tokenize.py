@@ -60,12 +60,18 @@ def write(args: argparse.Namespace) -> str:
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
     cut = args.split_documents
+    if args.prepend_bos and tokenizer.first_id is None:
+        raise ValueError(
+            f"--prepend-bos: tokenizer '{args.tokenizer}' names no bos_token; expected a tokenizer.json with "
+            f"one in the tokenizer_config.json beside it"
+        )
     at_blank_lines = cut == text_files.BLANK_LINES
     key = args.json_key or TEXT_KEY
     job = Job(
         tokenizer=args.tokenizer,
         key=key,
         append_eod=args.append_eod,
+        prepend_bos=args.prepend_bos,
         longest=cut if isinstance(cut, int) else 0,
         sentences=args.split_sentences,
     )
@@ -97,7 +103,13 @@ def write(args: argparse.Namespace) -> str:
                 f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
             )
         is_cut = args.split_sentences is not None
-        writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut, part=share.part)
+        writer.about = text_of(
+            *(tokenizer, writer),
+            append_eod=args.append_eod,
+            first_id=tokenizer.first_id if args.prepend_bos else None,
+            sentences=is_cut,
+            part=share.part,
+        )
     summary = share.name + counted(writer.n_documents, "document")
     if is_cut:
         summary += f" of {counted(len(writer), 'sentence')}"
@@ -120,9 +132,10 @@ def _check_sentences(args: argparse.Namespace) -> None:
     """Refuse options that contradict --split-sentences."""
     if args.split_sentences is None:
         return
-    if args.append_eod:
+    if option := next((name for name in ("append_eod", "prepend_bos") if getattr(args, name)), None):
         raise ValueError(
-            "--append-eod with --split-sentences: such a file has no special ids, [CLS] and [SEP] come with the samples"
+            f"--{option.replace('_', '-')} with --split-sentences: such a file has no special ids, [CLS] and [SEP] "
+            f"come with the samples"
         )
     if isinstance(args.split_documents, int):
         raise ValueError(
@@ -148,6 +161,7 @@ class Job:
             whole.
         sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None to make each document
             one sequence.
+        prepend_bos: whether to begin each document with the id of the tokenizer's own `bos_token`.
     """
 
     tokenizer: str
@@ -155,6 +169,7 @@ class Job:
     append_eod: bool
     longest: int = 0
     sentences: str | None = None
+    prepend_bos: bool = False
 
     def worker(self) -> Worker:
         """Make a worker with these settings."""
@@ -167,6 +182,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
+        self.head = [self.tokenizer.first_id] if job.prepend_bos and self.tokenizer.first_id is not None else []
         self.tail = [self.tokenizer.eod_id] if job.append_eod else []
 
     def __call__(self, batch: text_files.RecordBatch) -> Result:
@@ -207,4 +223,4 @@ class Worker:
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
-        return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
+        return [[self.head + ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]

@@ -19,6 +19,7 @@ Text never becomes a special id, even if a document contains "<|endoftext|>" or 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class Tokenizer:
         continuing_ids: ids of tokens that continue a word ("##ing"); empty if the vocabulary does not mark them.
         cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
         pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
+        first_id: id of the `bos_token` in the tokenizer_config.json next to a tokenizer.json; None if there is none.
         bos_id, eos_id: ids of [BOS] and [EOS], which Megatron's T5 uses; None if the vocabulary lacks the token.
         sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks.
     """
@@ -89,6 +91,7 @@ class Tokenizer:
     sep_id: int | None = None
     mask_id: int | None = None
     pad_id: int | None = None
+    first_id: int | None = None
     bos_id: int | None = None
     eos_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
@@ -244,7 +247,7 @@ def _from_json(spec: str) -> Tokenizer:
     tokenizer_trial.check(spec, _digest(content))
     loaded = tokenizers.Tokenizer.from_buffer(content)
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    eods = [token for token in (*_eos_token(Path(spec)), *HF_EODS) if token in vocabulary]
+    eods = [token for token in (*_named_token(Path(spec), "eos_token"), *HF_EODS) if token in vocabulary]
     if not eods:
         raise ValueError(
             f"{spec}: expected an end-of-document token, the eos_token of a tokenizer_config.json beside it or one of "
@@ -252,7 +255,9 @@ def _from_json(spec: str) -> Tokenizer:
         )
     loaded.no_truncation()
     loaded.no_padding()
-    return _from_huggingface(spec, loaded, eods[0], _digest(content))
+    tokenizer = _from_huggingface(spec, loaded, eods[0], _digest(content))
+    firsts = [vocabulary[token] for token in _named_token(Path(spec), "bos_token") if token in vocabulary]
+    return dataclasses.replace(tokenizer, first_id=next(iter(firsts), None))
 
 
 def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
@@ -322,14 +327,14 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _eos_token(path: Path) -> list[str]:
-    """Return a list with the name of the `eos_token` that belongs to a tokenizer.json; [] if no `eos_token` is set.
+def _named_token(path: Path, role: str) -> list[str]:
+    """Return a list with the name of a tokenizer's `eos_token` or `bos_token`; [] if no token has this role.
 
-    A tokenizer_config.json next to the tokenizer.json stores the `eos_token` either as a name, or as an object with the
-    name under `content`.
+    A tokenizer_config.json next to the tokenizer.json stores the token either as a name, or as an object with the name
+    under `content`.
     """
     try:
-        token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+        token = read_object(path.with_name("tokenizer_config.json")).get(role)
     except ValueError:
         return []
     token = token.get("content") if isinstance(token, dict) else token

@@ -522,6 +522,40 @@ def test_append_eod_closes_each_document(tmp_path):
     assert IndexedDataset(tmp_path / "out").tokens.tolist() == [97, 256, 98, 99, 256]
 
 
+def test_prepend_bos_begins_each_document_with_the_tokenizers_own_and_the_record_says_so(tmp_path, json_path, capsys):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(json_path.read_bytes())
+    spec = str(folder / "tokenizer.json")
+    (tmp_path / "in.txt").write_text("a\n\nb")
+    options = ["--split-documents", "blank-lines", "--prepend-bos", "--append-eod", "--workers", 1]
+    assert run(tmp_path, "in.txt", options=options, tokenizer=spec) == 2
+    assert f"--prepend-bos: tokenizer '{spec}' names no bos_token" in capsys.readouterr().err
+    (folder / "tokenizer_config.json").write_text('{"bos_token": {"content": "<pad>"}}')
+    for n_words, whole in ((2, options), (1, ["--prepend-bos", "--workers", 1])):
+        assert run(tmp_path, "in.txt", options=whole, tokenizer=spec) == 0
+        parts = documents(tmp_path, spec)
+        assert "".join(parts).replace("<pad>", "").replace(EOD, "") == "a\n\nb"
+        assert [part.index("<pad>") for part in parts] == [0] * n_words
+        assert json.loads((tmp_path / "out.meta.json").read_text())["first_id"] == 0
+    assert run(tmp_path, "in.txt", options=["--split-sentences", "--prepend-bos"], tokenizer=spec) == 2
+    assert "--prepend-bos with --split-sentences" in capsys.readouterr().err
+    part = [
+        "tokenize",
+        "--input",
+        tmp_path / "in.txt",
+        "--tokenizer",
+        spec,
+        "--output",
+        tmp_path / "p",
+        "--part",
+        "0/1",
+    ]
+    assert command([*map(str, part), "--workers", "1", "--prepend-bos"]) == 0
+    assert command([*map(str, part), "--workers", "1"]) == 2
+    assert "with other settings" in capsys.readouterr().err
+
+
 def test_json_key_names_the_text(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"body": "a", "text": "b"}\n')
     assert run(tmp_path, "in.jsonl", options=["--json-key", "body", "--workers", 1]) == 0
