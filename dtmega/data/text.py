@@ -33,6 +33,7 @@ from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files.console import counted
+from dtmega.files.regular import open_regular
 
 BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerprint` reads from a file
 
@@ -336,7 +337,7 @@ def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
         last_start = max(0, size - BLOCK_BYTES)
         starts = sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)})
         if stored is None:
-            with open(prefix + suffix, "rb") as file:
+            with open_regular(prefix + suffix) as file:
                 for start in starts:
                     file.seek(start)
                     digest.update(file.read(BLOCK_BYTES))

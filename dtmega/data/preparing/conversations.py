@@ -34,7 +34,7 @@ from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
 from dtmega.data.tokenizers.rendering import ASSISTANT, MARKERS
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files import optional_imports
-from dtmega.files.console import counted
+from dtmega.files.console import counted, quoted
 from dtmega.files.lock import Lock
 
 SHIPPED = Path(__file__).with_name("shipped-chat.jsonl")
@@ -170,7 +170,7 @@ class Tally:
             if self._strict:
                 raise ValueError(f"{line} (--strict)")
             if self._refused.total() < SHOWN:
-                bar.write(f"skipped {line}", file=sys.stderr)
+                bar.write(quoted(f"skipped {line}"), file=sys.stderr)
             self._refused[refusal.cause] += 1
         if result.fatal:
             raise ValueError(result.fatal)

@@ -31,7 +31,7 @@ from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import Result, in_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
-from dtmega.files.console import counted
+from dtmega.files.console import counted, quoted
 
 TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
@@ -93,7 +93,7 @@ def write(args: argparse.Namespace) -> str:
                 if args.strict:
                     raise ValueError(f"{where} (--strict)")
                 if n_malformed < SHOWN:
-                    bar.write(f"skipped {where}", file=sys.stderr)
+                    bar.write(quoted(f"skipped {where}"), file=sys.stderr)
                 n_malformed += 1
             n_empty += result.n_empty
             result.write(writer)

@@ -32,6 +32,7 @@ import tiktoken
 import tokenizers
 
 from dtmega.data.tokenizers import tokenizer_trial, wordpiece
+from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
@@ -348,7 +349,7 @@ def _read(path: Path) -> bytes:
         ValueError: the file cannot be read, or is a Git LFS pointer.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise ValueError(
             f"tokenizer {path}: expected a file, got '{error.strerror}'{dangling(path)}{download(str(path.parent))}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import parse_object
 from dtmega.formats.sources import Source
 from dtmega.interop.hf.files import config_json
@@ -148,6 +149,6 @@ def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror} (--original)") from None
