@@ -18,7 +18,6 @@ from dtmega.data.objectives.known import check_keys
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.objectives.rows import Rows
 from dtmega.data.objectives.stored_rows import StoredRows
-from dtmega.data.preparing.conversations import prepare_shipped
 from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.sampling.blend import (
     BY_DOCUMENT,
@@ -229,6 +228,8 @@ class Corpora:
     def _default_prefix(self) -> str:
         """Prepare the default corpus in the form that the objective reads; return its prefix."""
         if self._objective.conversations:
+            from dtmega.data.preparing.conversations import prepare_shipped
+
             return prepare_shipped(self._tokenizer)
         return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
 

@@ -36,7 +36,7 @@ from dtmega.files.console import counted, quoted
 TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
-Document = list[list[int]]  # token ids of each sequence; a sequence is the whole document or one sentence
+Document = list[NDArray[Any]]  # token ids of each sequence; a sequence is the whole document or one sentence
 
 
 def write(args: argparse.Namespace) -> str:
@@ -182,8 +182,9 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
-        self.head = [self.tokenizer.first_id] if job.prepend_bos and self.tokenizer.first_id is not None else []
-        self.tail = [self.tokenizer.eod_id] if job.append_eod else []
+        first_id = self.tokenizer.first_id if job.prepend_bos else None
+        self.head = np.array([] if first_id is None else [first_id], self.dtype)
+        self.tail = np.array([self.tokenizer.eod_id] if job.append_eod else [], self.dtype)
 
     def __call__(self, batch: text_files.RecordBatch) -> Result:
         texts: list[str] = []
@@ -198,7 +199,7 @@ class Worker:
         sizes: list[list[int]] = []
         for documents in by_text:
             for document in documents:
-                sequences += [np.array(ids, self.dtype) for ids in document]
+                sequences += document
                 sizes.append([len(ids) for ids in document])
         return Result(
             ids=np.concatenate(sequences) if sequences else np.zeros(0, self.dtype),
@@ -211,7 +212,8 @@ class Worker:
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
         """One list per text: a single document with one sequence per sentence, or [] for a text without tokens."""
         assert self.job.sentences
-        documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        by_text = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        documents = [[np.array(ids, self.dtype) for ids in found] for found in by_text]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
@@ -219,8 +221,9 @@ class Worker:
 
         A text that is cut into pieces has several documents. A text without tokens has an empty list.
         """
-        return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
+        return [self._pieces(np.asarray(ids, self.dtype), kind) for ids in self.tokenizer.encode_all(texts)]
 
-    def _pieces(self, ids: list[int], kind: str) -> list[Document]:
+    def _pieces(self, ids: NDArray[Any], kind: str) -> list[Document]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
-        return [[self.head + ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
+        pieces = [ids[start : start + longest] for start in range(0, len(ids), longest or 1)]
+        return [[np.concatenate([self.head, piece, self.tail])] for piece in pieces]

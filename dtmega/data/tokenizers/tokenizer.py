@@ -13,7 +13,8 @@ A spec is a string that names a vocabulary. Every process loads its own tokenize
                            tokenizer_config.json next to this file, or the first token of HF_EODS in the vocabulary
     gpt2, cl100k_base ...  tiktoken's own vocabularies, which tiktoken downloads
 
-Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
+Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]". A tokenizer.json may come from
+a stranger, so a child process with limits encodes and decodes with it (`tokenizer_child.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import tokenizers
+from numpy.typing import NDArray
 
-from dtmega.data.tokenizers import tokenizer_trial, wordpiece
+from dtmega.data.tokenizers import tokenizer_child, wordpiece
 from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
@@ -68,7 +71,8 @@ class Tokenizer:
         eod_id: id of end-of-document, which `encode` never returns.
         fingerprint: digest of 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
-        encode_all: function from several texts to the ids of each text; Hugging Face vocabularies use all cores.
+        encode_all: function from several texts to the ids of each text, a list or an array; Hugging Face vocabularies
+            use all cores.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
         special_ids: ids of special tokens, which `encode` never returns. The id of [UNK] is not included.
         continuing_ids: ids of tokens that continue a word ("##ing"); empty if the vocabulary does not mark them.
@@ -84,7 +88,7 @@ class Tokenizer:
     eod_id: int
     fingerprint: str
     encode: Callable[[str], list[int]]
-    encode_all: Callable[[Sequence[str]], list[list[int]]]
+    encode_all: Callable[[Sequence[str]], Sequence[list[int] | NDArray[np.uint32]]]
     decode: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
     continuing_ids: frozenset[int] = field(default=frozenset(), repr=False)
@@ -245,7 +249,7 @@ def _from_json(spec: str) -> Tokenizer:
         ValueError: the file is missing, is malformed, or has no end-of-document token.
     """
     content = _read(Path(spec))
-    tokenizer_trial.check(spec, _digest(content))
+    tokenizer_child.check(spec, _digest(content))
     loaded = tokenizers.Tokenizer.from_buffer(content)
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eods = [token for token in (*_named_token(Path(spec), "eos_token"), *HF_EODS) if token in vocabulary]
@@ -256,12 +260,26 @@ def _from_json(spec: str) -> Tokenizer:
         )
     loaded.no_truncation()
     loaded.no_padding()
-    tokenizer = _from_huggingface(spec, loaded, eods[0], _digest(content))
+    child = tokenizer_child.TokenizerChild(spec, content)
+    tokenizer = dataclasses.replace(
+        _from_huggingface(spec, loaded, eods[0], _digest(content)),
+        encode=lambda text: child.encode_all([text])[0].tolist(),
+        encode_all=child.encode_all,
+        decode=child.decode,
+    )
     firsts = [vocabulary[token] for token in _named_token(Path(spec), "bos_token") if token in vocabulary]
     return dataclasses.replace(tokenizer, first_id=next(iter(firsts), None))
 
 
 def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
+    """The tokenizer that encodes in this process with a vocabulary of the `tokenizers` library.
+
+    Args:
+        spec: spec of the tokenizer.
+        loaded: the vocabulary. This function encodes only `tokenizer_child.TRIED` with it.
+        eod: name of the end-of-document token.
+        fingerprint: digest of the vocabulary.
+    """
     loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
@@ -279,9 +297,9 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
     # Some pre_tokenizers leave "[MASK]" in one piece, so text could become the special id.
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
-    for name, i in by_name.items():
-        if i is not None and i in encode(f" {name} "):
+    by_name = {name: vocabulary.get(name) for name in tokenizer_child.MARKS}
+    for (name, i), text in zip(by_name.items(), tokenizer_child.TRIED, strict=True):
+        if i is not None and i in encode(text):
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}

@@ -640,6 +640,34 @@ def test_line_numbers_go_on_from_batch_to_batch(tmp_path, monkeypatch, capsys):
     assert "in.jsonl:31: bad JSON" in capsys.readouterr().err
 
 
+def test_a_parquet_of_one_long_string_in_many_rows_is_read_in_batches_of_its_bytes(tmp_path, monkeypatch):
+    text = "ab" * 4 * 2**20
+    rows = pa.array([0, None, *[0] * 998], pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(rows, pa.array([text])), "other": pa.array(range(1000))})
+    pq.write_table(table, tmp_path / "in.parquet", compression="zstd")
+    assert (tmp_path / "in.parquet").stat().st_size < 20_000
+    used: list[int] = []
+    first = 1
+    for batch in text_files.read_batches(input_files.find_files([str(tmp_path / "in.parquet")]), "text"):
+        assert isinstance(batch.data, list)
+        assert batch.first == first
+        first += len(batch.data)
+        used.append(sum(len(row or b"") for row in batch.data))
+        assert {row for row in batch.data if row is not None} == {text.encode()}
+    assert (first, set(used)) == (1001, {len(text)})
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", len(text) - 1)
+    assert run(tmp_path, "in.parquet") == 2
+
+
+def test_a_parquet_whose_rows_need_too_much_memory_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    table = pa.table({"text": ["a" * 100 * 2**20, "b"]})
+    pq.write_table(table, tmp_path / "in.parquet", compression="zstd", use_dictionary=False)
+    monkeypatch.setattr(text_files, "PARQUET_BYTES", 32 * 2**20)
+    assert run(tmp_path, "in.parquet") == 2
+    said = f"{tmp_path}/in.parquet: some rows of 'text' need more than 33,554,432 bytes of memory"
+    assert said in capsys.readouterr().err
+
+
 def test_a_parquet_row_that_is_no_utf8_is_one_malformed_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text_files, "PARQUET_ROWS", 1)
     buffers = pa.array([b"good", b"\xff", b"fine"], pa.binary()).buffers()
