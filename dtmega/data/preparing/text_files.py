@@ -330,7 +330,7 @@ def _parts_of(values: Any, path: str, first: int) -> Iterator[Any]:
     """
     import pyarrow.compute as pc
 
-    sizes = pc.take(pc.binary_length(values.dictionary), values.indices).to_pylist()
+    sizes = pc.call_function("binary_length", [values.dictionary]).take(values.indices).to_pylist()
     start = part_bytes = 0
     for i, n_bytes in enumerate(size or 0 for size in sizes):
         if n_bytes > MAX_RECORD_BYTES:
