@@ -280,6 +280,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    pa.set_memory_pool(pa.system_memory_pool())  # the usual pool reserves a GiB in advance, which no limit reaches
     try:
         with pq.ParquetFile(path, read_dictionary=[column]) as file:
             if column not in file.schema_arrow.names:
