@@ -94,7 +94,9 @@ class BuiltInFamily:
         return model
 
     def notes(self, model: config.Model) -> list[str]:
-        return []
+        is_theirs = bool(model.init_from) and Path(model.init_from, config_json.NAME).exists()
+        code = config_json.own_code(model.init_from) if is_theirs else ""
+        return [code] if code else []
 
     def build(self, model: config.Model) -> Model:
         return self.model(model)

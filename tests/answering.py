@@ -17,7 +17,7 @@ def answering(kind: str) -> Callable[[Any], Any]:
 
     def answer(request: Any) -> Any:
         if request == "limits":
-            return [resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_CORE)[0]]
+            return [resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_CORE)[0]]
         if request == "torch":
             return [name for name in sys.modules if name.startswith("torch.")]
         if request == "memory":

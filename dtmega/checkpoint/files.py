@@ -23,6 +23,7 @@ from dtmega.checkpoint.manifest import NAME, Damaged
 from dtmega.checkpoint.objects import Objects
 from dtmega.files import atomic
 from dtmega.files.object_requests import check_usable, is_object_store
+from dtmega.files.regular import open_regular
 
 
 def open_root(root: str) -> Place:
@@ -103,10 +104,10 @@ class Disk:
             Damaged: the file is missing, unreadable or a symbolic link.
         """
         try:
-            fd = os.open(self.root / folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+            file = open_regular(self.root / folder / name, follow=False, buffering=0)
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from None
-        with os.fdopen(fd, "rb", buffering=0) as file:
+        with file:
             yield file
 
     def publish(self, folder: str, raw: bytes, attempt: str) -> str:

@@ -18,7 +18,6 @@ from dtmega.data.objectives.known import check_keys
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
 from dtmega.data.objectives.rows import Rows
 from dtmega.data.objectives.stored_rows import StoredRows
-from dtmega.data.preparing.conversations import prepare_shipped
 from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.sampling.blend import (
     BY_DOCUMENT,
@@ -33,6 +32,7 @@ from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files.console import counted
+from dtmega.files.regular import open_regular
 
 BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerprint` reads from a file
 
@@ -228,6 +228,8 @@ class Corpora:
     def _default_prefix(self) -> str:
         """Prepare the default corpus in the form that the objective reads; return its prefix."""
         if self._objective.conversations:
+            from dtmega.data.preparing.conversations import prepare_shipped
+
             return prepare_shipped(self._tokenizer)
         return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
 
@@ -336,7 +338,7 @@ def fingerprint(prefix: str, stored: StoredPair | None = None) -> str:
         last_start = max(0, size - BLOCK_BYTES)
         starts = sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)})
         if stored is None:
-            with open(prefix + suffix, "rb") as file:
+            with open_regular(prefix + suffix) as file:
                 for start in starts:
                     file.seek(start)
                     digest.update(file.read(BLOCK_BYTES))

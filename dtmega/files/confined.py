@@ -7,7 +7,8 @@
 The child calls the named function with the arguments. The named function returns a second function, which the child
 calls to answer each request. Requests and answers are JSON. If a request fails, hangs or takes too much memory, the
 caller gets a one-line `ValueError`. A child that hangs is killed. After a child has died, the next request starts a new
-child. The child cannot import torch, because torch alone needs more memory than the limit allows.
+child. The limits grow with the size of the request, so that a long text takes its time, but no text takes for ever. The
+child cannot import torch, because torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 START_S = 60.0  # time limit for the child's imports and for reading the file; generous, because cores may be busy
-ANSWER_S = 10.0  # time limit for one request
-MEMORY_BYTES = 2**30
-ANSWER_BYTES = 64 * 2**20
+ANSWER_S = 10.0  # time limit for a short request
+MEMORY_BYTES = 2**30  # memory limit while a short request is answered
+ANSWER_BYTES = 64 * 2**20  # size limit for the answer to a short request
+# Additional limits for each byte of a request. A core encodes some 2,800,000 bytes of text a second with stdlib-8k as a
+# tokenizer.json; other vocabularies are slower, and cores may be busy.
+S_PER_BYTE = 1 / 20_000
+MEMORY_PER_BYTE = 1024
+ANSWER_PER_BYTE = 64
+STATM = Path("/proc/self/statm")  # the sixth number is the process's own writable memory, in pages
 # With `-I`, neither the environment nor the working directory affects the child's imports. The child gets `sys.path`
 # from this process instead.
 MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confined; confined.serve(*sys.argv[1:3])"
@@ -80,26 +89,28 @@ class Confined:
         self.start()
         child = self._child
         assert child is not None
+        # Text may hold lone surrogates, which only "surrogatepass" encodes.
+        line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         with contextlib.suppress(BrokenPipeError):  # the child is dead; `_answer` reports how it ended
-            _stream(child.stdin).write(json.dumps(request).encode() + b"\n")
+            _stream(child.stdin).write(line)
             _stream(child.stdin).flush()
-        return self._answer(child, ANSWER_S)
+        return self._answer(child, ANSWER_S + S_PER_BYTE * len(line), ANSWER_BYTES + ANSWER_PER_BYTE * len(line))
 
     def close(self) -> None:
         """Kill the child, if there is one."""
         self._end()
         self._child = None
 
-    def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
+    def _answer(self, child: subprocess.Popen[bytes], within_s: float, max_bytes: int = ANSWER_BYTES) -> Any:
         """Read the child's next answer. Call `close` if the child has ended or does not answer in time.
 
         Raises:
             ValueError: the child did not answer or reported an error.
         """
-        line = _read_line(_stream(child.stdout), within_s)
+        line = _read_line(_stream(child.stdout), within_s, max_bytes)
         if line is None:
             self.close()
-            raise ValueError(f"{self._where} took more than {within_s:g} s, or wrote more than {ANSWER_BYTES:,} bytes")
+            raise ValueError(f"{self._where} took more than {within_s:.3g} s, or wrote more than {max_bytes:,} bytes")
         if not line.endswith(b"\n"):
             self.close()
             raise ValueError(f"{self._where} ended its process: {_ended(child.returncode)}")
@@ -118,10 +129,9 @@ def serve(function: str, arguments: str) -> None:
         function: function to call, as module:name (see `Confined`).
         arguments: arguments of `function`, as a JSON list.
     """
-    requests, answers = sys.stdin, sys.stdout
+    requests, answers = sys.stdin.buffer, sys.stdout
     sys.stdout = sys.stderr  # so that output printed by a library does not mix with the answers
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # `import torch` now raises ImportError
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
 
     def reply(kind: str, value: Any) -> None:
@@ -129,26 +139,59 @@ def serve(function: str, arguments: str) -> None:
         answers.flush()
 
     try:
+        _limit_memory(MEMORY_BYTES)
         _limit_cpu(START_S)
         module, _, name = function.partition(":")
         answer = getattr(importlib.import_module(module), name)(*json.loads(arguments))
     except BaseException as error:
         return reply("failed at the start", _first_line(error))
     reply("answer", None)
-    for request in requests:
+    _limit_memory(None)  # while a request is read, which may be long
+    for line in requests:
         try:
-            _limit_cpu(ANSWER_S)
-            result = answer(json.loads(request))
+            request = json.loads(line.decode("utf-8", "surrogatepass"))
+            _limit_memory(MEMORY_BYTES + MEMORY_PER_BYTE * len(line))
+            _limit_cpu(ANSWER_S + S_PER_BYTE * len(line))
+            result = answer(request)
         except BaseException as error:
             reply("failed", _first_line(error))
         else:
             reply("answer", result)
+        _limit_memory(None)
+
+
+@contextlib.contextmanager
+def limited_memory(n_bytes: int) -> Iterator[None]:
+    """Let this process take at most `n_bytes` of further memory in a `with` block, if the system can tell its use.
+
+    Raises:
+        MemoryError: the block needs more, and its library reports that.
+    """
+    if not STATM.exists():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used_bytes = int(STATM.read_text().split()[5]) * resource.getpagesize()
+    _limit(resource.RLIMIT_DATA, used_bytes + n_bytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _limit_memory(n_bytes: int | None) -> None:
+    """Limit this process's own writable memory, or lift the limit again (None).
+
+    The address space is not limited, because each thread of a library reserves some of it that it never uses.
+    """
+    _limit(resource.RLIMIT_DATA, resource.RLIM_INFINITY if n_bytes is None else n_bytes)
 
 
 def _limit(kind: int, value: int) -> None:
     """Set a resource limit for this process, unless a lower limit is already set."""
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    is_lower = hard == resource.RLIM_INFINITY or 0 <= value < hard
+    resource.setrlimit(kind, (value if is_lower else hard, hard))
 
 
 def _limit_cpu(seconds: float) -> None:
@@ -167,17 +210,17 @@ def _first_line(error: BaseException) -> str:
     For a MemoryError, the line names the memory limit instead.
     """
     if isinstance(error, MemoryError):
-        return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
+        return f"expected to need at most {resource.getrlimit(resource.RLIMIT_DATA)[0] // 2**20} MiB of memory"
     line = str(error).strip().partition("\n")[0][:500]
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
-def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
+def _read_line(stream: IO[bytes], within_s: float, max_bytes: int) -> bytes | None:
     """The next line of a stream.
 
     Returns:
         The line with its newline, or without a newline if the stream ended in the middle of the line. None if the line
-        did not come in time, or is longer than ANSWER_BYTES.
+        did not come in time, or is longer than `max_bytes`.
     """
     deadline = time.monotonic() + within_s
     line = bytearray()
@@ -186,7 +229,7 @@ def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
         ready = select.select([stream], [], [], max(remaining_s, 0))[0]
         part = os.read(stream.fileno(), 2**20) if ready else b""
         line += part
-        if not ready or len(line) > ANSWER_BYTES:
+        if not ready or len(line) > max_bytes:
             return None
         if not part:  # end of the stream
             break

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+MAX_LINE_CHARS = 2000  # of a message; a stranger's file may name a tensor with any number of characters
+
 
 class Guarded:
     """A text stream whose methods never fail. Text that cannot be written is lost.
@@ -122,12 +124,12 @@ def _handlers() -> set[logging.Handler]:
 
 
 def say(text: str) -> None:
-    """Print lines on stderr, with control characters escaped (`printable`), because lines may quote untrusted text.
+    """Print lines on stderr, each `quoted`, because lines may quote untrusted text.
 
     All lines are printed in one write, so that the lines of several ranks do not mix.
     """
     stream = Guarded(sys.stderr)
-    stream.write(printable(text, keep="\n") + "\n")
+    stream.write("\n".join(quoted(line) for line in text.split("\n")) + "\n")
     stream.flush()
 
 
@@ -145,6 +147,17 @@ def printable(text: str, keep: str = "") -> str:
         keep: characters that are not escaped, such as "\n" in text with several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def quoted(text: str) -> str:
+    """A line for a terminal that may quote untrusted text: `printable`, and without its middle if it is long."""
+    text = printable(text)
+    left_out = len(text) - MAX_LINE_CHARS
+    if left_out <= 0:
+        return text
+    # The end often says what to do.
+    head, tail = text[: MAX_LINE_CHARS * 3 // 4], text[-MAX_LINE_CHARS // 4 :]
+    return f"{head} ... ({left_out:,} characters) ... {tail}"
 
 
 def counted(n: int, noun: str) -> str:

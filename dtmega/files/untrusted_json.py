@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 import tomli
+
+from dtmega.files.regular import open_regular
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors takes 14 MB
 MAX_DEPTH = 64  # levels of nested objects and lists; a config.json has 5
@@ -25,12 +26,10 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
             message names the file.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(max_bytes + 1) if stat.S_ISREG(path.stat().st_mode) else None
+        with open_regular(path) as file:
+            raw = file.read(max_bytes + 1)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error}{dangling(path)}") from None
-    if raw is None:
-        raise ValueError(f"cannot read {path}: expected a regular file")
+        raise ValueError(f"cannot read {path}: {error.strerror}{dangling(path)}") from None
     if len(raw) > max_bytes:
         raise ValueError(f"cannot read {path}: expected at most {max_bytes:,} bytes of JSON")
     check_not_a_pointer(raw, path)

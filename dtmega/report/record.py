@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dtmega.files.regular import open_regular
 from dtmega.training.records.lines import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends cannot fill the memory
@@ -126,7 +127,7 @@ def validation_name(key: str) -> str:
 def raw_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, in pieces of at most MAX_LINE_BYTES bytes. A missing file has no lines."""
     try:
-        file: BinaryIO = path.open("rb")
+        file: BinaryIO = open_regular(path)
     except FileNotFoundError:
         return
     with file:

@@ -131,19 +131,19 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             **{"input": ["a"], "tokenizer": "bytes", "output": "o", "json_key": None, "append_eod": False},
             **{"split_documents": None, "split_sentences": None, "kind": None, "workers": N_CPUS, "strict": False},
             **{"encoding": "", "overwrite": False, "chat": False, "chat_template": None, "train_on": None},
-            **{"roles": None, "skip_empty": False, "part": None},
+            **{"roles": None, "skip_empty": False, "part": None, "prepend_bos": False},
         },
     ),
     (
         "tokenize --input a b --tokenizer t --output o/p --part 3/12 --json-key body --append-eod --split-documents 1 "
-        "--split-sentences blocks --kind jsonl --workers 1 --strict --encoding Latin1 --overwrite "
+        "--prepend-bos --split-sentences blocks --kind jsonl --workers 1 --strict --encoding Latin1 --overwrite "
         "--chat --chat-template turns --train-on last --roles human=user bot=assistant --skip-empty",
         {
             **{"input": ["a", "b"], "tokenizer": "t", "output": "o/p", "json_key": "body", "append_eod": True},
             **{"split_documents": 1, "split_sentences": "blocks", "kind": "jsonl", "workers": 1, "strict": True},
             **{"encoding": "iso8859-1", "overwrite": True, "chat": True, "chat_template": "turns"},
             **{"train_on": "last", "roles": [("human", "user"), ("bot", "assistant")], "skip_empty": True},
-            "part": (3, 12),
+            **{"part": (3, 12), "prepend_bos": True},
         },
     ),
     ("merge --input a b --output o/p", {"input": ["a", "b"], "output": "o/p", "overwrite": False}),

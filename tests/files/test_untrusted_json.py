@@ -6,7 +6,10 @@ import itertools
 import json
 import os
 import random
+import re
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,17 @@ import torch
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.cover import cover
+from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.manifest import Entry, Manifest, StoredChunk
 from dtmega.cli.convert import to_checkpoint
 from dtmega.config import Bloom
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
+from dtmega.files import console
 from dtmega.files.console import printable
 from dtmega.files.untrusted_json import MAX_DEPTH, parse_object, read_object
+from dtmega.interop.hf.files import config_json
+from dtmega.report.record import raw_lines
 
 CLEAR = "\x1b[2Jall is well"
 
@@ -72,15 +79,44 @@ def test_an_object_of_the_deepest_nesting_that_is_allowed_is_read():
     assert parse_object(nested(MAX_DEPTH).encode(), "x") == json.loads(nested(MAX_DEPTH))
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path):
-    os.symlink("/dev/zero", tmp_path / "config.json")
-    with pytest.raises(ValueError, match="expected a regular file"):
-        read_object(tmp_path / "config.json")
+# Each reader of a stranger's folder, beside the file that it opens.
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": config_json.read_plain,
+    "model.safetensors.index.json": lambda folder: read_object(folder / "model.safetensors.index.json"),
+    "tokenizer.json": lambda folder: load_tokenizer(str(folder / "tokenizer.json")),
+    "vocab.txt": lambda folder: load_tokenizer(f"bert:{folder / 'vocab.txt'}"),
+    "manifest.json": lambda folder: Disk(str(folder.parent)).open(folder.name, "manifest.json").__enter__(),
+    "metrics.jsonl": lambda folder: list(raw_lines(folder / "metrics.jsonl")),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, name: str, kind: str):
+    path = tmp_path / name
+    os.mkfifo(path) if kind == "pipe" else os.symlink("/dev/zero", path)
+    # Opening a pipe would wait for ever; the timer ends such a wait.
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"waited for {path}"))
+    signal.alarm(20)
+    try:
+        with pytest.raises((ValueError, OSError), match=r"expected a regular file|symbolic links"):
+            READERS[name](tmp_path)
+    finally:
+        signal.alarm(0)
 
 
 def test_what_steers_a_terminal_or_hides_is_written_out_and_letters_stay():
     assert printable("é漢 \x1b[2J\r\n\u202e\ud800") == "é漢 \\x1b[2J\\r\\n\\u202e\\ud800"
     assert printable("a\nb\tc", keep="\n") == "a\nb\\tc"
+
+
+def test_a_message_is_cut_in_its_middle_and_its_lines_stay(capsys):
+    text = "begin " + "x" * 6000 + " end"
+    console.say(f"{text}\nshort\x1b[2J")
+    long, short = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"begin x+ \.\.\. \({len(text) - 2000:,} characters\) \.\.\. x+ end", long)
+    assert short == "short\\x1b[2J"
+    assert console.quoted("y" * 2000) == "y" * 2000
 
 
 @pytest.mark.parametrize("said", ["[]", '{"content": []}', "5", nested(100_000)])

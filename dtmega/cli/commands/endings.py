@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable
 
 from dtmega.distributed import exit_codes
+from dtmega.files.console import quoted
 
 BROKEN = 1
 INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
@@ -62,5 +63,5 @@ def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Name
         summary = write(args)
     except (ValueError, OSError, KeyboardInterrupt) as error:
         raise NothingWritten(error) from None
-    print(summary)
+    print(quoted(summary))
     return exit_codes.DONE

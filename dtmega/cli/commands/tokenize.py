@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
+        "--prepend-bos", action="store_true", help="begin each document with the tokenizer's own bos_token"
+    )
+    parser.add_argument(
         "--split-documents",
         type=places_to_cut,
         metavar="WHERE",
@@ -131,7 +134,7 @@ def command(args: argparse.Namespace) -> int:
     if not args.chat:
         _refuse(args, ("chat_template", "train_on", "roles", "skip_empty"), "without --chat")
         return write_output(tokenize.write, args)
-    _refuse(args, ("append_eod", "split_documents", "split_sentences"), "with --chat")
+    _refuse(args, ("append_eod", "prepend_bos", "split_documents", "split_sentences"), "with --chat")
     args.train_on = args.train_on or ASSISTANT
     args.roles = dict(args.roles or [])
     return write_output(conversations.write, args)

@@ -21,6 +21,7 @@ from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.state import Progress, State
 from dtmega.config import Data, mixtures
 from dtmega.files.console import counted, printable
+from dtmega.files.regular import read_regular
 from dtmega.interop.hf.files.export import GENERATION, TOKENIZER
 from dtmega.report import record
 
@@ -161,7 +162,7 @@ def _texts_of(directory: Path) -> dict[str, bytes]:
     for file in (CARD, *TERMS, GENERATION, TOKENIZER):
         path = directory / file
         if path.is_file() and (file == TOKENIZER or path.stat().st_size <= MAX_TEXT_BYTES):
-            contents[file] = path.read_bytes()
+            contents[file] = read_regular(path)
     return contents
 
 

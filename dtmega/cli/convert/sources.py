@@ -18,6 +18,7 @@ from dtmega.data.indexed_files.record import END_IDS
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.formats.whole import check_stored
+from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.peft import Adapters
 from dtmega.interop.megatron import folder, recipe, vocabulary
 from dtmega.interop.torch_files.dcp import DCPFolder
@@ -64,7 +65,9 @@ def _from_hf(name: str, args: argparse.Namespace) -> ConversionSource:
     configured = _model(args.config) if args.config else None
     weights, model = recognise.open_folder(path, configured)
     tokenizer = path / "tokenizer.json"
-    return ConversionSource(name, weights, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
+    notes = (code,) if (code := config_json.own_code(path)) else ()
+    tokenizer_name = str(tokenizer) if tokenizer.exists() else ""
+    return ConversionSource(name, weights, model, tokenizer_name, directory=path, notes=notes)
 
 
 def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:

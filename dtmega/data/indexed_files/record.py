@@ -9,7 +9,8 @@ A record for one part of a larger text has one more entry, which `merge` reads a
 
 A record for conversations (`conversations.py`) has one more entry:
 
-    "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {}}
+    "chat": {"template": "83f0a1…", "train_on": "assistant", "end_ids": [0], "learned": 412, "refused": {},
+             "notes": {}}
 
 Without the record, training on token ids from the wrong vocabulary would raise no error if the ids were small enough.
 Megatron writes no such record.
@@ -44,6 +45,8 @@ class ChatRecord(BaseModel):
         end_ids: ids of the tokens that end a learned turn; empty if all text is learned.
         learned: number of tokens that count in the loss.
         refused: number of refused conversations, keyed by cause; these conversations are not in the `.bin`.
+        notes: number of conversations, keyed by how arguments of tool calls were read and by what the template left
+            out.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -52,6 +55,7 @@ class ChatRecord(BaseModel):
     end_ids: list[int] = []
     learned: int
     refused: dict[str, int]
+    notes: dict[str, int] = {}
 
 
 class PartRecord(BaseModel):
@@ -77,6 +81,7 @@ class Record(BaseModel):
         tokenizer: the tokenizer's spec, for human readers.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: whether each document ends with `eod_id`.
+        first_id: id of the tokenizer's own `bos_token`, with which each document begins; None if documents do not.
         sentences: whether each sequence is a sentence, and a document has any number of them. Otherwise, each sequence
             is a whole document.
         documents, tokens: numbers of documents and tokens in the `.bin`, which show whether the record belongs to
@@ -92,6 +97,7 @@ class Record(BaseModel):
     fingerprint: str
     eod_id: int
     append_eod: bool
+    first_id: int | None = None
     sentences: bool
     documents: int
     tokens: int
@@ -110,6 +116,7 @@ def text_of(
     writer: IndexedWriter,
     *,
     append_eod: bool = False,
+    first_id: int | None = None,
     sentences: bool = False,
     part: PartRecord | None = None,
     chat: ChatRecord | None = None,
@@ -120,6 +127,7 @@ def text_of(
         fingerprint=tokenizer.fingerprint,
         eod_id=tokenizer.eod_id,
         append_eod=append_eod,
+        first_id=first_id,
         sentences=sentences,
         documents=writer.n_documents,
         tokens=writer.n_tokens,

@@ -5,6 +5,7 @@ The chat template runs in a child process with limits on time and memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from dtmega.data.indexed_files.conversations import sequence_sizes
 from dtmega.data.indexed_files.dataset import token_dtype
 from dtmega.data.preparing.documents import json_object, records_of
-from dtmega.data.preparing.messages import messages_of, tools_of
+from dtmega.data.preparing.messages import messages_of, options_of, tools_of
 from dtmega.data.preparing.text_files import RecordBatch
 from dtmega.data.preparing.workers import Result
 from dtmega.data.tokenizers.chat import Template
@@ -53,6 +54,7 @@ class ChatResult(Result):
         template, by: digest of the template, and method that finds the learned tokens (MARKERS or PREFIXES); both are
             '' if the batch has no conversations.
         ends, end_ids: names and ids of the tokens that end the learned turns.
+        notes: number of conversations for each note of `rendering.Renderer`.
         fatal: message "file:line: reason" if the template cannot be used at all; otherwise ''.
     """
 
@@ -62,6 +64,7 @@ class ChatResult(Result):
     by: str
     ends: frozenset[str]
     end_ids: frozenset[int]
+    notes: Counter[str]
     fatal: str
 
 
@@ -101,6 +104,7 @@ class _Found:
     about: tuple[str, str] = ("", "")
     ends: set[str] = field(default_factory=set)
     end_ids: set[int] = field(default_factory=set)
+    notes: Counter[str] = field(default_factory=Counter)
     fatal: str = ""
 
 
@@ -125,7 +129,7 @@ class Worker:
             where = f"{batch.path}:{number}"
             try:
                 value = json_object(record, number, batch.kind)
-                request = {"messages": messages_of(value, self._job.key, self._job.roles), "tools": tools_of(value)}
+                request = self._request(value)
             except ValueError as error:
                 found.refused.append(Refusal(where, MALFORMED, str(error)))
                 continue
@@ -148,8 +152,21 @@ class Worker:
             by=by,
             ends=frozenset(found.ends),
             end_ids=frozenset(found.end_ids),
+            notes=found.notes,
             fatal=found.fatal,
         )
+
+    def _request(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A record as a request to `rendering.Renderer`.
+
+        Raises:
+            ValueError: the record is malformed, or a message has weight 0 although all text is learned.
+        """
+        messages = messages_of(record, self._job.key, self._job.roles)
+        silent = [i for i, message in enumerate(messages) if message.pop("weight", 1) == 0]
+        if silent and self._job.train_on == ALL:
+            raise ValueError(f"message {silent[0]} bears no loss ('weight' or 'train'), but --train-on {ALL}")
+        return {"messages": messages, "tools": tools_of(record), "options": options_of(record), "silent": silent}
 
     def _add(self, found: _Found, where: str, answer: dict[str, Any]) -> None:
         """Add a result of `rendering.Renderer` to `found`.
@@ -184,3 +201,4 @@ class Worker:
         found.learned += int(learns.sum())
         found.ends |= set(answer["ends"])
         found.end_ids |= set(answer["end_ids"])
+        found.notes.update(answer["notes"])

@@ -34,11 +34,12 @@ from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
 from dtmega.data.tokenizers.rendering import ASSISTANT, MARKERS
 from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from dtmega.files import optional_imports
-from dtmega.files.console import counted
+from dtmega.files.console import counted, quoted
 from dtmega.files.lock import Lock
 
 SHIPPED = Path(__file__).with_name("shipped-chat.jsonl")
 FORMAT = 1  # raise this number when a code change alters the tokens of the shipped conversations
+MAX_NOTES, OTHERS = 50, "the template leaves out other fields"  # a record may have any number of fields
 SHOWN = 5  # number of refused conversations to print; further refused conversations are only counted
 
 
@@ -94,12 +95,14 @@ def write(args: argparse.Namespace) -> str:
             end_ids=sorted(tally.end_ids),
             learned=tally.learned,
             refused=tally.by_cause(),
+            notes=dict(sorted(tally.notes.items())),
         )
         writer.about = text_of(tokenizer, writer, part=share.part, chat=chat)
     summary = f"{share.name}{counted(writer.n_documents, 'conversation')}, {counted(writer.n_tokens, 'token')}"
     return (
-        f"{summary}, {tally.learned:,} of them learned ({tally.how()}), {tally.refusals()}; template {template.path} "
-        f"({tally.template}), {time.perf_counter() - start_s:.1f} s: {share.prefix}.bin, {share.prefix}.idx"
+        f"{summary}, {tally.learned:,} of them learned ({tally.how()}), {tally.refusals()}{tally.noted()}; "
+        f"template {template.path} ({tally.template}), {time.perf_counter() - start_s:.1f} s: {share.prefix}.bin, "
+        f"{share.prefix}.idx"
     )
 
 
@@ -142,6 +145,7 @@ class Tally:
         learned: number of tokens that count in the loss.
         template: digest of the template.
         end_ids: ids of the tokens that end a learned turn.
+        notes: number of conversations for each note of `rendering.Renderer`.
     """
 
     def __init__(self, strict: bool, skip_empty: bool) -> None:
@@ -151,6 +155,7 @@ class Tally:
         self._by = ""
         self.learned, self.template = 0, ""
         self.end_ids: set[int] = set()
+        self.notes: Counter[str] = Counter()
 
     def add(self, result: ChatResult, bar: tqdm[Any]) -> None:
         """Add a batch to the counts and print the first SHOWN refusals of the whole input.
@@ -165,7 +170,7 @@ class Tally:
             if self._strict:
                 raise ValueError(f"{line} (--strict)")
             if self._refused.total() < SHOWN:
-                bar.write(f"skipped {line}", file=sys.stderr)
+                bar.write(quoted(f"skipped {line}"), file=sys.stderr)
             self._refused[refusal.cause] += 1
         if result.fatal:
             raise ValueError(result.fatal)
@@ -174,6 +179,8 @@ class Tally:
         self._by = self._by or result.by
         self._ends |= result.ends
         self.end_ids |= result.end_ids
+        for note, n in result.notes.items():
+            self.notes[note if note in self.notes or len(self.notes) < MAX_NOTES else OTHERS] += n
 
     def by_cause(self) -> dict[str, int]:
         """The number of refused conversations for each cause."""
@@ -183,6 +190,10 @@ class Tally:
         """Describe the number and causes of refusals for the user."""
         causes = ", ".join(f"{n:,} {cause}" for cause, n in self.by_cause().items())
         return f"{self._refused.total():,} refused" + (f" ({causes})" if causes else "")
+
+    def noted(self) -> str:
+        """Describe for the user how many conversations the template did not read as they stand."""
+        return "".join(f", {note} ({n:,})" for note, n in sorted(self.notes.items()))
 
     def how(self) -> str:
         """Describe for the user how the learned tokens were found and which tokens end a turn."""

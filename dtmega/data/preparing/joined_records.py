@@ -116,12 +116,14 @@ def _joined_chat(first: ChatRecord, records: Sequence[Record]) -> ChatRecord:
     """
     chats = [made.chat for made in records if made.chat]
     refused: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     for chat in chats:
         refused.update(chat.refused)
+        notes.update(chat.notes)
     end_ids = sorted({i for chat in chats for i in chat.end_ids})
     learned = sum(chat.learned for chat in chats)
     sums = {"end_ids": end_ids, "learned": learned, "refused": dict(sorted(refused.items()))}
-    return first.model_copy(update=sums)
+    return first.model_copy(update=sums | {"notes": dict(sorted(notes.items()))})
 
 
 def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
@@ -132,6 +134,6 @@ def _how_made(part: Part, beside: Part) -> dict[str, Any] | None:
         beside: part that will be compared with `part`. If `beside` has no conversations, its template is unknown, so
             the template is left out.
     """
-    of_chat = {"end_ids", "learned", "refused", *(() if beside.n_documents else ("template",))}
+    of_chat = {"end_ids", "learned", "refused", "notes", *(() if beside.n_documents else ("template",))}
     counts = {"documents": True, "tokens": True, "min_id": True, "max_id": True, "part": True, "chat": of_chat}
     return part.record and part.record.model_dump(exclude={"tokenizer": True, **counts}, exclude_none=True)

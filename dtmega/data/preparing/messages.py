@@ -6,11 +6,14 @@
     {"instruction": "Translate", "input": "chat", "output": "cat"}     Alpaca; `input` may be missing or empty
 
 If a record has the keys of several formats, the first matching format in this list is used. In all formats, the key
-`system` may hold the text of an additional first message, and the key `tools` may hold a list that the template reads.
+`system` may hold the text of an additional first message, and the keys `tools` (a list) and `chat_template_kwargs` (an
+object) may hold values that the template reads, also as JSON text.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +23,14 @@ LISTS = ("messages", "conversations")
 PAIRS = (("prompt", "completion"), ("instruction", "output"))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
+# Variables of a template that `chat_template_kwargs` may not set.
+OWN_VARIABLES = re.compile(
+    "conversations|messages|tools|documents|chat_template|return_.*|continue_.*|add_generation_prompt|.*_tokens?"
+)
 
 
 def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, str]) -> list[Message]:
-    """The messages of a record.
+    """The messages of a record. A message that bears no loss, whatever `--train-on` says, has `weight` 0.
 
     Args:
         record: the record.
@@ -56,12 +63,41 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     Raises:
         ValueError: the value of `tools` is not a list of objects.
     """
-    tools = record.get("tools")
+    tools = _from_json(record, "tools")
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"expected a list of objects in 'tools', got {type(tools).__name__}")
     return tools
+
+
+def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The further variables that a record sets for the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: the value of `chat_template_kwargs` is not an object, or sets a variable that dtmega itself sets.
+    """
+    options = _from_json(record, "chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"expected an object in 'chat_template_kwargs', got {type(options).__name__}")
+    if name := next(filter(OWN_VARIABLES.fullmatch, options), None):
+        raise ValueError(f"'chat_template_kwargs' may not set '{name}'")
+    return options
+
+
+def _from_json(record: Mapping[str, Any], key: str) -> Any:
+    """The value of a key. A text is decoded, because some data sets store JSON as text.
+
+    Raises:
+        ValueError: the value is a text, but not JSON.
+    """
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected JSON in '{key}': {error}") from None
 
 
 def _from_pair(record: Mapping[str, Any], prompt: str, answer: str) -> list[Message]:
@@ -99,8 +135,24 @@ def _message(item: Any, number: int, roles: Mapping[str, str]) -> Message:
     role = names.get(role, role) if isinstance(role, str) else role
     if role not in ROLES and role not in names.values():
         raise ValueError(f"message {number}: expected a role in {', '.join(ROLES)}, got {role!r} (--roles {role}=ROLE)")
+    if isinstance(content, list):
+        content = message["content"] = _joined(content, number)
     if not isinstance(content, str) and not (content is None and "tool_calls" in message):
         raise ValueError(f"message {number}: expected text in 'content', got {type(content).__name__}")
-    if message.get("weight", 1) != 1 or message.get("train", True) is not True:
-        raise ValueError(f"message {number}: expected loss by --train-on only, got 'weight' or 'train' of this message")
-    return {**message, "role": role}
+    weight, trains = message.pop("weight", 1), message.pop("train", True)
+    if weight not in (0, 1) or trains not in (True, False):
+        raise ValueError(f"message {number}: expected a 'weight' of 0 or 1, and 'train' true or false")
+    return {**message, "role": role, **({} if weight and trains else {"weight": 0})}
+
+
+def _joined(parts: list[Any], number: int) -> str:
+    """The text of a content in parts, which may only be texts.
+
+    Args:
+        parts: the parts, each {"type": "text", "text": ...}.
+        number: index of the message in the conversation.
+    """
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
+        raise ValueError(f"message {number}: expected parts of text in 'content', got {str(wrong[0])[:60]}")
+    return "".join(map(str, texts))

@@ -35,8 +35,8 @@ def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
     """
     texts = prose(text) if kind == PROSE else PARAGRAPH_END.split(text)
     sentences: list[list[int]] = []
-    for sentence in texts:
-        sentences += _short(sentence, tokenizer)
+    for sentence, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        sentences += _short(sentence, list(map(int, ids)), tokenizer)
     return sentences
 
 
@@ -63,9 +63,8 @@ def _portions(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _short(sentence: str, sentence_ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the ids of a sentence; a sentence longer than LONGEST_SENTENCE is cut into pieces of whole lines."""
-    sentence_ids = tokenizer.encode(sentence)
     if len(sentence_ids) <= LONGEST_SENTENCE:
         if sentence_ids:
             yield sentence_ids

@@ -14,9 +14,10 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from dtmega.data.preparing.input_files import STDIN, File
+from dtmega.files.confined import limited_memory
 
 BLANK_LINES = "blank-lines"
 # Matches the end of a line and the last blank line before the next text.
@@ -26,7 +27,8 @@ MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of 
 # Number of compressed bytes to decompress at a time. The result has at most 128 MiB, because a zstd block takes at
 # least 4 bytes and holds up to 128 KiB.
 ZSTD_BYTES = 4096
-PARQUET_ROWS = 256  # rows in a batch; the size of a row in bytes is known only after reading
+PARQUET_ROWS = 256  # maximum number of rows to read at a time
+PARQUET_BYTES = 1 << 31  # limit for the memory that these rows take, which a file may understate
 
 
 @dataclass(frozen=True)
@@ -269,27 +271,73 @@ def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
 def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | None], int]]:
     """Read one column of strings in batches of rows.
 
+    Strings are read as indices into a dictionary, because a file of a few bytes can hold the same long string in every
+    row. The strings of a batch take about CHUNK_BYTES, unless a single string is longer.
+
     Raises:
-        ValueError: the file is damaged or has no string column `column`.
+        ValueError: the file is damaged, has no string column `column`, or needs too much memory.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    pa.set_memory_pool(pa.system_memory_pool())  # the usual pool reserves a GiB in advance, which no limit reaches
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, read_dictionary=[column]) as file:
             if column not in file.schema_arrow.names:
                 raise ValueError(f"{path}: expected a column '{column}' (--json-key), got {file.schema_arrow.names}")
             row, n_rows, size_bytes = 0, file.metadata.num_rows, os.path.getsize(path)
-            for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[column]):
+            batches = file.iter_batches(batch_size=_rows_at_a_time(file.metadata, column), columns=[column])
+            while True:
+                with limited_memory(PARQUET_BYTES):
+                    rows = next(batches, None)
+                if rows is None:
+                    return
                 values = rows.column(0)
-                if pa.types.is_dictionary(values.type):
-                    values = values.dictionary_decode()
-                if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-                    raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # Read strings as bytes, so that a row that is not UTF-8 can be reported while all other rows are read.
-                data = values.cast(pa.large_binary()).to_pylist()
-                row += len(data)
-                # The position in the file is not known; estimate it from the share of rows read so far.
-                yield row - len(data) + 1, data, size_bytes * row // n_rows
+                kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+                if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                    raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {kind}")
+                for part in _parts_of(values, path, row + 1):
+                    # Read strings as bytes, so that a row that is not UTF-8 can be reported while all other rows are
+                    # read.
+                    data = part.dictionary_decode().cast(pa.large_binary()).to_pylist()
+                    row += len(data)
+                    # The position in the file is not known; estimate it from the share of rows read so far.
+                    yield row - len(data) + 1, data, size_bytes * row // n_rows
+    except MemoryError:
+        raise ValueError(f"{path}: some rows of '{column}' need more than {PARQUET_BYTES:,} bytes of memory") from None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or cut off ({error})") from None
+
+
+def _rows_at_a_time(metadata: Any, column: str) -> int:
+    """The number of rows to read at a time, so that they take about CHUNK_BYTES if the file's own sizes are true."""
+    n_bytes = 0
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+        n_bytes += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    return max(1, min(PARQUET_ROWS, CHUNK_BYTES * metadata.num_rows // max(n_bytes, 1)))
+
+
+def _parts_of(values: Any, path: str, first: int) -> Iterator[Any]:
+    """Cut a dictionary array of strings into parts of about CHUNK_BYTES.
+
+    Args:
+        values: the array.
+        path: path of the file, for messages.
+        first: row number of the first string, for messages.
+
+    Raises:
+        ValueError: a string has more than MAX_RECORD_BYTES.
+    """
+    import pyarrow.compute as pc
+
+    sizes = pc.call_function("binary_length", [values.dictionary]).take(values.indices).to_pylist()
+    start = part_bytes = 0
+    for i, n_bytes in enumerate(size or 0 for size in sizes):
+        if n_bytes > MAX_RECORD_BYTES:
+            raise ValueError(f"{path}: expected at most {MAX_RECORD_BYTES:,} bytes in row {first + i}, got {n_bytes:,}")
+        if part_bytes and part_bytes + n_bytes > CHUNK_BYTES:
+            yield values.slice(start, i - start)
+            start, part_bytes = i, 0
+        part_bytes += n_bytes
+    yield values.slice(start)

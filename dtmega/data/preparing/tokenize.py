@@ -31,12 +31,12 @@ from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import Result, in_order
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
-from dtmega.files.console import counted
+from dtmega.files.console import counted, quoted
 
 TEXT_KEY = "text"
 SHOWN = 5  # number of malformed records to print; the other malformed records are only counted
 
-Document = list[list[int]]  # token ids of each sequence; a sequence is the whole document or one sentence
+Document = list[NDArray[Any]]  # token ids of each sequence; a sequence is the whole document or one sentence
 
 
 def write(args: argparse.Namespace) -> str:
@@ -60,12 +60,18 @@ def write(args: argparse.Namespace) -> str:
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
     cut = args.split_documents
+    if args.prepend_bos and tokenizer.first_id is None:
+        raise ValueError(
+            f"--prepend-bos: tokenizer '{args.tokenizer}' names no bos_token; expected a tokenizer.json with "
+            f"one in the tokenizer_config.json beside it"
+        )
     at_blank_lines = cut == text_files.BLANK_LINES
     key = args.json_key or TEXT_KEY
     job = Job(
         tokenizer=args.tokenizer,
         key=key,
         append_eod=args.append_eod,
+        prepend_bos=args.prepend_bos,
         longest=cut if isinstance(cut, int) else 0,
         sentences=args.split_sentences,
     )
@@ -87,7 +93,7 @@ def write(args: argparse.Namespace) -> str:
                 if args.strict:
                     raise ValueError(f"{where} (--strict)")
                 if n_malformed < SHOWN:
-                    bar.write(f"skipped {where}", file=sys.stderr)
+                    bar.write(quoted(f"skipped {where}"), file=sys.stderr)
                 n_malformed += 1
             n_empty += result.n_empty
             result.write(writer)
@@ -97,7 +103,13 @@ def write(args: argparse.Namespace) -> str:
                 f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
             )
         is_cut = args.split_sentences is not None
-        writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut, part=share.part)
+        writer.about = text_of(
+            *(tokenizer, writer),
+            append_eod=args.append_eod,
+            first_id=tokenizer.first_id if args.prepend_bos else None,
+            sentences=is_cut,
+            part=share.part,
+        )
     summary = share.name + counted(writer.n_documents, "document")
     if is_cut:
         summary += f" of {counted(len(writer), 'sentence')}"
@@ -120,9 +132,10 @@ def _check_sentences(args: argparse.Namespace) -> None:
     """Refuse options that contradict --split-sentences."""
     if args.split_sentences is None:
         return
-    if args.append_eod:
+    if option := next((name for name in ("append_eod", "prepend_bos") if getattr(args, name)), None):
         raise ValueError(
-            "--append-eod with --split-sentences: such a file has no special ids, [CLS] and [SEP] come with the samples"
+            f"--{option.replace('_', '-')} with --split-sentences: such a file has no special ids, [CLS] and [SEP] "
+            f"come with the samples"
         )
     if isinstance(args.split_documents, int):
         raise ValueError(
@@ -148,6 +161,7 @@ class Job:
             whole.
         sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None to make each document
             one sequence.
+        prepend_bos: whether to begin each document with the id of the tokenizer's own `bos_token`.
     """
 
     tokenizer: str
@@ -155,6 +169,7 @@ class Job:
     append_eod: bool
     longest: int = 0
     sentences: str | None = None
+    prepend_bos: bool = False
 
     def worker(self) -> Worker:
         """Make a worker with these settings."""
@@ -167,7 +182,9 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
-        self.tail = [self.tokenizer.eod_id] if job.append_eod else []
+        first_id = self.tokenizer.first_id if job.prepend_bos else None
+        self.head = np.array([] if first_id is None else [first_id], self.dtype)
+        self.tail = np.array([self.tokenizer.eod_id] if job.append_eod else [], self.dtype)
 
     def __call__(self, batch: text_files.RecordBatch) -> Result:
         texts: list[str] = []
@@ -182,7 +199,7 @@ class Worker:
         sizes: list[list[int]] = []
         for documents in by_text:
             for document in documents:
-                sequences += [np.array(ids, self.dtype) for ids in document]
+                sequences += document
                 sizes.append([len(ids) for ids in document])
         return Result(
             ids=np.concatenate(sequences) if sequences else np.zeros(0, self.dtype),
@@ -195,7 +212,8 @@ class Worker:
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
         """One list per text: a single document with one sequence per sentence, or [] for a text without tokens."""
         assert self.job.sentences
-        documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        by_text = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        documents = [[np.array(ids, self.dtype) for ids in found] for found in by_text]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
@@ -203,8 +221,9 @@ class Worker:
 
         A text that is cut into pieces has several documents. A text without tokens has an empty list.
         """
-        return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
+        return [self._pieces(np.asarray(ids, self.dtype), kind) for ids in self.tokenizer.encode_all(texts)]
 
-    def _pieces(self, ids: list[int], kind: str) -> list[Document]:
+    def _pieces(self, ids: NDArray[Any], kind: str) -> list[Document]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
-        return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
+        pieces = [ids[start : start + longest] for start in range(0, len(ids), longest or 1)]
+        return [[np.concatenate([self.head, piece, self.tail])] for piece in pieces]

@@ -70,6 +70,7 @@ def in_order(batches: Iterator[RecordBatch], job: Job[R], n_workers: int) -> Gen
 
     Raises:
         ChildProcessError: a worker died.
+        ValueError: a worker raised this error.
     """
     if n_workers == 1:
         yield from map(job.worker(), batches)
@@ -100,11 +101,15 @@ def _receive(pipe: Connection) -> Any:
 
     Raises:
         EOFError: the worker died between two messages or while sending a message.
+        ValueError: the worker raised this error.
     """
     try:
-        return pipe.recv()
+        result = pipe.recv()
     except OSError as error:
         raise EOFError from error
+    if isinstance(result, ValueError):
+        raise result
+    return result
 
 
 def _start_worker(job: Job[R]) -> tuple[BaseProcess, Connection]:
@@ -143,6 +148,10 @@ def _serve(pipe: Connection, job: Job[R]) -> None:
     worker = job.worker()
     with contextlib.suppress(ConnectionError):
         while True:
-            pipe.send(worker(batches.get()))
+            try:
+                result = worker(batches.get())
+            except ValueError as error:
+                result = error
+            pipe.send(result)
     # While a thread is still receiving, the interpreter's own shutdown may hang, and the parent would hang too.
     os._exit(0)

@@ -16,11 +16,15 @@ this token, such as a line end, is not learned. A conversation is refused if a l
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from dtmega.data.tokenizers import template_input
 
 ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
@@ -31,9 +35,11 @@ TEMPLATE_FAILS = "the template refuses"
 SPELLS_SPECIAL = "content spells a special token"
 PREFIX_DIFFERS = "a prefix does not hold"
 NO_END = "no special token ends the learned turn"
-LAST_UNCLEAR = "the last turn is unclear"
+TURNS_UNCLEAR = "the turns are unclear"
+BAD_ARGUMENTS = "arguments of a tool call are not JSON"
 
 Span = tuple[int, int]  # range (start, stop) of characters or of tokens
+Render = Callable[..., "Text"]  # `Renderer._render` with the tools and options of one conversation
 
 
 class Refused(Exception):
@@ -154,23 +160,35 @@ class Renderer:
         """Turn a conversation into tokens.
 
         Args:
-            conversation: dict with the keys `messages` and `tools`; the value of `tools` may be None.
+            conversation: dict with the keys `messages` and `tools` (may be None), and optionally `options` (further
+                variables of the template) and `silent` (indices of messages that bear no loss).
 
         Returns:
             A dict that always has the keys `template` (digest) and `by` (MARKERS or PREFIXES). For an accepted
             conversation, the dict also has `ids`, `learned` (ranges of tokens), `ends` and `end_ids` (names and ids of
-            the tokens that end the learned turns). For a refused conversation, the dict also has `cause` and `why`. If
+            the tokens that end the learned turns) and `notes` (how arguments of tool calls were read, and what the
+            template leaves out). For a refused conversation, the dict also has `cause` and `why`. If
             the second template renders a different text, the dict also has `differs`, a description of the difference.
         """
         messages, tools = conversation["messages"], conversation["tools"]
+        options, silent = conversation.get("options", {}), conversation.get("silent", ())
+        render = functools.partial(self._render, tools=tools, options=options)
         try:
-            self._check_content(messages, tools)
-            whole = self._render(messages, tools)
-            if self._own is not None and (differs := self._difference(messages, tools, whole.text)):
+            self._check_content([tools, options], messages)
+            messages, whole, notes = self._read_arguments(messages, render)
+            expected = whole if self._own is None else render(messages, template=self._own)
+            if differs := _difference(whole.text, expected.text):
                 return self._about | {"differs": differs}
-            turns = [] if self._train_on == ALL else self._turns(messages, tools, whole)
+            turns = [] if self._train_on == ALL else self._turns(messages, silent, whole, render)
         except Refused as refused:
             return self._about | {"cause": refused.cause, "why": refused.why}
+
+        def other_text(messages: Sequence[dict[str, Any]], tools: Any) -> str | None:
+            with contextlib.suppress(Refused):
+                return render(messages, tools=tools).text
+            return None
+
+        left_out = template_input.left_out(messages, tools, whole.text, other_text)
         parts = [span for turn in turns for span in turn] if self._train_on != ALL else [(0, len(whole.text))]
         encoding = self._tokenizer(whole.text, add_special_tokens=False, return_offsets_mapping=True)
         ends = {name for turn in turns for name in self._special if whole.text.endswith(name, 0, turn[-1][1])}
@@ -179,19 +197,51 @@ class Renderer:
             "learned": list(_tokens_of(parts, encoding["offset_mapping"])),
             "ends": sorted(ends),
             "end_ids": sorted(map(self._tokenizer.convert_tokens_to_ids, ends)),
+            "notes": [*notes, *(f"the template leaves out {name}" for name in left_out)],
         }
 
-    def _check_content(self, messages: Sequence[dict[str, Any]], tools: Any) -> None:
-        """Refuse a conversation if a message or a tool contains a special token, which could begin or end a turn."""
-        for text in _strings([tools, *({**message, "role": None} for message in messages)]):
+    def _check_content(self, other: Any, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse a conversation if a message or `other` contains a special token, which could begin or end a turn."""
+        for text in template_input.strings([other, *({**message, "role": None} for message in messages)]):
             for name in self._special:
                 if name in text:
                     raise Refused(SPELLS_SPECIAL, f"'{name}'")
 
+    def _read_arguments(
+        self, messages: Sequence[dict[str, Any]], render: Render
+    ) -> tuple[Sequence[dict[str, Any]], Text, list[str]]:
+        """Put the arguments of tool calls into the form that the template reads, and render the conversation.
+
+        Returns:
+            The messages in this form, the rendered conversation, and a note if arguments were text.
+
+        Raises:
+            Refused: arguments are text that is no JSON object, or the template fails.
+        """
+        try:
+            decoded = template_input.decoded(messages)
+        except ValueError as error:
+            raise Refused(BAD_ARGUMENTS, str(error)) from None
+        if decoded is None:
+            return messages, render(messages), []
+        self._check_content(None, decoded)  # JSON text may spell a special token with escapes
+        if not template_input.reads_text(self._template):
+            with contextlib.suppress(Refused):
+                whole = render(decoded)
+                if not template_input.writes_python(decoded, whole.text):
+                    return decoded, whole, [template_input.DECODED]
+        return messages, render(messages), [template_input.KEPT]
+
     def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, *, with_prompt: bool = False, template: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Any,
+        options: Mapping[str, Any],
+        with_prompt: bool = False,
+        template: str | None = None,
     ) -> Text:
-        """Render a conversation with the template.
+        """Render a conversation with the template; `options` are further variables of the template.
 
         Raises:
             Refused: the template fails.
@@ -206,6 +256,7 @@ class Renderer:
                 chat_template=template,
                 return_assistant_tokens_mask=GENERATION.search(template) is not None,
                 add_generation_prompt=with_prompt,
+                **options,
                 **self._tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template can raise any error: KeyError, TypeError, ...
@@ -213,17 +264,10 @@ class Renderer:
         (text,), marked = rendered
         return Text(text, [(start, stop) for start, stop in marked[0]] if marked else [])
 
-    def _difference(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
-        """Describe where `text` first differs from the text of the tokenizer's own template; '' if both are equal."""
-        expected = self._render(messages, tools, template=self._own).text
-        if text == expected:
-            return ""
-        pairs = zip(text, expected, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(expected)))
-        return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
-
-    def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, whole: Text) -> list[list[Span]]:
-        """The character ranges of the learned parts, for each turn that bears loss.
+    def _turns(
+        self, messages: Sequence[dict[str, Any]], silent: Sequence[int], whole: Text, render: Render
+    ) -> list[list[Span]]:
+        """The character ranges of the learned parts, for each turn that bears loss; messages in `silent` bear none.
 
         Raises:
             Refused: the learned parts, or the tokens that end them, cannot be determined.
@@ -231,13 +275,14 @@ class Renderer:
         if self._about["by"] == MARKERS:
             turns = self._marked_turns(whole)
         else:
-            turns = list(self._turns_by_prefixes(messages, tools, whole.text))
-        if self._train_on != LAST:
+            turns = list(self._turns_by_prefixes(messages, whole.text, render))
+        if self._train_on != LAST and not silent:
             return turns
-        n_answers = sum(message["role"] == "assistant" for message in messages)
-        if len(turns) != n_answers:
-            raise Refused(LAST_UNCLEAR, f"{len(turns)} marked turns for {n_answers} of the assistant")
-        return turns[-1:]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(turns) != len(answers):
+            raise Refused(TURNS_UNCLEAR, f"{len(turns)} marked turns for {len(answers)} of the assistant")
+        first = len(turns) - 1 if self._train_on == LAST else 0
+        return [turn for i, turn in list(zip(answers, turns, strict=True))[first:] if i not in silent]
 
     def _marked_turns(self, whole: Text) -> list[list[Span]]:
         """Find the learned turns in the marked parts of a rendered text.
@@ -260,13 +305,13 @@ class Renderer:
             raise Refused(NO_END, _border(whole.text, parts[-1][1]))
         return turns
 
-    def _turns_by_prefixes(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> Iterator[list[Span]]:
+    def _turns_by_prefixes(self, messages: Sequence[dict[str, Any]], text: str, render: Render) -> Iterator[list[Span]]:
         """Yield the assistant's turns, found by rendering prefixes of the conversation."""
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:i], tools, with_prompt=True).text
-            after = self._render(messages[: i + 1], tools).text
+            before = render(messages[:i], with_prompt=True).text
+            after = render(messages[: i + 1]).text
             if not (text.startswith(after) and after.startswith(before)):
                 raise Refused(PREFIX_DIFFERS, f"message {i}; the template needs {{% generation %}} (--chat-template)")
             end = self._end_of_turn(text, len(before), len(after))
@@ -301,16 +346,13 @@ def _tokens_of(parts: Sequence[Span], offsets: Sequence[Span]) -> Iterator[Span]
         yield first, last
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, except the keys of objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
+def _difference(text: str, expected: str) -> str:
+    """Describe where `text` first differs from the text of the tokenizer's own template; '' if both are equal."""
+    if text == expected:
+        return ""
+    pairs = zip(text, expected, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(expected)))
+    return f"expected {expected[place : place + 20]!r} at character {place}, got {text[place : place + 20]!r}"
 
 
 def _border(text: str, end: int) -> str:

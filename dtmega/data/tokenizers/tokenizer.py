@@ -13,12 +13,14 @@ A spec is a string that names a vocabulary. Every process loads its own tokenize
                            tokenizer_config.json next to this file, or the first token of HF_EODS in the vocabulary
     gpt2, cl100k_base ...  tiktoken's own vocabularies, which tiktoken downloads
 
-Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
+Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]". A tokenizer.json may come from
+a stranger, so a child process with limits encodes and decodes with it (`tokenizer_child.py`).
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import tokenizers
+from numpy.typing import NDArray
 
-from dtmega.data.tokenizers import tokenizer_trial, wordpiece
+from dtmega.data.tokenizers import tokenizer_child, wordpiece
+from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
@@ -66,12 +71,14 @@ class Tokenizer:
         eod_id: id of end-of-document, which `encode` never returns.
         fingerprint: digest of 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
-        encode_all: function from several texts to the ids of each text; Hugging Face vocabularies use all cores.
+        encode_all: function from several texts to the ids of each text, a list or an array; Hugging Face vocabularies
+            use all cores.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
         special_ids: ids of special tokens, which `encode` never returns. The id of [UNK] is not included.
         continuing_ids: ids of tokens that continue a word ("##ing"); empty if the vocabulary does not mark them.
         cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
         pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
+        first_id: id of the `bos_token` in the tokenizer_config.json next to a tokenizer.json; None if there is none.
         bos_id, eos_id: ids of [BOS] and [EOS], which Megatron's T5 uses; None if the vocabulary lacks the token.
         sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks.
     """
@@ -81,7 +88,7 @@ class Tokenizer:
     eod_id: int
     fingerprint: str
     encode: Callable[[str], list[int]]
-    encode_all: Callable[[Sequence[str]], list[list[int]]]
+    encode_all: Callable[[Sequence[str]], Sequence[list[int] | NDArray[np.uint32]]]
     decode: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
     continuing_ids: frozenset[int] = field(default=frozenset(), repr=False)
@@ -89,6 +96,7 @@ class Tokenizer:
     sep_id: int | None = None
     mask_id: int | None = None
     pad_id: int | None = None
+    first_id: int | None = None
     bos_id: int | None = None
     eos_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
@@ -241,10 +249,10 @@ def _from_json(spec: str) -> Tokenizer:
         ValueError: the file is missing, is malformed, or has no end-of-document token.
     """
     content = _read(Path(spec))
-    tokenizer_trial.check(spec, _digest(content))
+    tokenizer_child.check(spec, _digest(content))
     loaded = tokenizers.Tokenizer.from_buffer(content)
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    eods = [token for token in (*_eos_token(Path(spec)), *HF_EODS) if token in vocabulary]
+    eods = [token for token in (*_named_token(Path(spec), "eos_token"), *HF_EODS) if token in vocabulary]
     if not eods:
         raise ValueError(
             f"{spec}: expected an end-of-document token, the eos_token of a tokenizer_config.json beside it or one of "
@@ -252,10 +260,26 @@ def _from_json(spec: str) -> Tokenizer:
         )
     loaded.no_truncation()
     loaded.no_padding()
-    return _from_huggingface(spec, loaded, eods[0], _digest(content))
+    child = tokenizer_child.TokenizerChild(spec, content)
+    tokenizer = dataclasses.replace(
+        _from_huggingface(spec, loaded, eods[0], _digest(content)),
+        encode=lambda text: child.encode_all([text])[0].tolist(),
+        encode_all=child.encode_all,
+        decode=child.decode,
+    )
+    firsts = [vocabulary[token] for token in _named_token(Path(spec), "bos_token") if token in vocabulary]
+    return dataclasses.replace(tokenizer, first_id=next(iter(firsts), None))
 
 
 def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
+    """The tokenizer that encodes in this process with a vocabulary of the `tokenizers` library.
+
+    Args:
+        spec: spec of the tokenizer.
+        loaded: the vocabulary. This function encodes only `tokenizer_child.TRIED` with it.
+        eod: name of the end-of-document token.
+        fingerprint: digest of the vocabulary.
+    """
     loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
@@ -273,9 +297,9 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
     # Some pre_tokenizers leave "[MASK]" in one piece, so text could become the special id.
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
-    for name, i in by_name.items():
-        if i is not None and i in encode(f" {name} "):
+    by_name = {name: vocabulary.get(name) for name in tokenizer_child.MARKS}
+    for (name, i), text in zip(by_name.items(), tokenizer_child.TRIED, strict=True):
+        if i is not None and i in encode(text):
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
@@ -322,14 +346,14 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _eos_token(path: Path) -> list[str]:
-    """Return a list with the name of the `eos_token` that belongs to a tokenizer.json; [] if no `eos_token` is set.
+def _named_token(path: Path, role: str) -> list[str]:
+    """Return a list with the name of a tokenizer's `eos_token` or `bos_token`; [] if no token has this role.
 
-    A tokenizer_config.json next to the tokenizer.json stores the `eos_token` either as a name, or as an object with the
-    name under `content`.
+    A tokenizer_config.json next to the tokenizer.json stores the token either as a name, or as an object with the name
+    under `content`.
     """
     try:
-        token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+        token = read_object(path.with_name("tokenizer_config.json")).get(role)
     except ValueError:
         return []
     token = token.get("content") if isinstance(token, dict) else token
@@ -343,7 +367,7 @@ def _read(path: Path) -> bytes:
         ValueError: the file cannot be read, or is a Git LFS pointer.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise ValueError(
             f"tokenizer {path}: expected a file, got '{error.strerror}'{dangling(path)}{download(str(path.parent))}"

@@ -32,9 +32,10 @@ def read_config(path: str) -> Any:
         raise ValueError(f"{error} ([model] path)") from None
     file, kind = Path(path, config_json.NAME), plain["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
+        code = config_json.own_code(path)
         raise ValueError(
-            f"{file} has model_type={kind!r:.80}; expected a model of transformers {transformers.__version__} "
-            f"([model] path)"
+            f"{file} has model_type={kind!r:.80}; expected a model of transformers {transformers.__version__}"
+            f"{code and f' ({code})'} ([model] path)"
         )
     if "quantization_config" in plain:
         # Quantised tensors are not the weights themselves: an fp8 weight has to be multiplied by its scales first.

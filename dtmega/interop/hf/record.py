@@ -235,5 +235,7 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
 
 def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
     """A config's `rope_parameters`, followed by the nested dict (if any) for each kind of layer."""
-    rope = getattr(hf_config, "rope_parameters", None) or {}
+    rope = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return []
     return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

@@ -73,7 +73,7 @@ def resolve(cfg: config.Config) -> config.Config:
 def notes(model: config.Model) -> list[str]:
     """Messages for the user about differences between training and config.json, and about missing weights."""
     directory = model.directory
-    lines = []
+    lines = [code] if (code := config_json.own_code(directory)) else []
     if drops := [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]:
         lines.append(f"{directory}: without its dropout ({', '.join(drops)})")
     if not model.init_from and not has_weights(directory):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import struct
 import zipfile
 import zlib
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtmega.files.regular import open_regular
 from dtmega.interop.torch_files.inert import ORDERED, PickledObject, decode, natural, naturals, of_type
 
 MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180 bytes
@@ -270,19 +270,15 @@ def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
             again, with the path and `inside` in front of the message.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open_regular(path, follow=False)
     except OSError as error:
         reason = "is a link, which is not followed" if path.is_symlink() else error.strerror
         raise ValueError(f"{path}: {reason}") from None
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("expected a regular file")
-        yield fd, status.st_size
+        with file:
+            yield file.fileno(), os.fstat(file.fileno()).st_size
     except ValueError as error:
         raise ValueError(f"{path}: {inside}{error}") from None
-    finally:
-        os.close(fd)
 
 
 def read_bytes(fd: int, at: int, n: int) -> bytearray:

@@ -14,7 +14,7 @@ from dtmega.__main__ import main
 from dtmega.data.indexed_files.conversations import Conversations
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.preparing import conversation_worker, conversations
-from dtmega.data.preparing.messages import messages_of, tools_of
+from dtmega.data.preparing.messages import messages_of, options_of, tools_of
 from dtmega.data.tokenizers import rendering
 from dtmega.data.tokenizers.chat import TURNS_FILE, Template
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
@@ -120,6 +120,8 @@ def test_a_twin_with_another_text_refuses_the_run(tmp_path, here, capsys):
 
 def test_merged_conversations_are_those_tokenised_at_once_and_the_counts_add_up(tmp_path, here, capsys):
     first, second = [talk("Hi", "Hello"), talk("Hi")], [talk("a", "b", "c", "d"), {"text": 1}, talk("e")]
+    for records in (first, second):
+        records[0]["messages"][1]["name"] = "Ann"  # which the template leaves out
     for name, records in (("one", first), ("two", second), ("whole", first + second)):
         assert tokenize(tmp_path, records, "--skip-empty", name=name) == exit_codes.DONE
     argv = ["merge", "--input", f"{tmp_path}/one", f"{tmp_path}/two", "--output", f"{tmp_path}/merged"]
@@ -182,16 +184,25 @@ def test_a_merge_keeps_the_end_marks_of_all_parts(tmp_path):
         ({"messages": ["a"]}, "message 0: expected an object, got str"),
         ({"messages": [{"role": "human", "content": "a"}]}, "got 'human' .--roles human=ROLE"),
         ({"conversations": [{"from": "bing", "value": "a"}]}, "got 'bing'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected text in 'content', got list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected parts of text in 'content', got"),
         ({"messages": [{"role": "user", "content": None}]}, "expected text in 'content', got NoneType"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "'weight' or 'train'"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+            "a 'weight' of 0 or 1, and 'train' true",
+        ),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}]}, "expected one system message"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": ["a"]}, "expected a list of objects in 'tools'"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "[a"}, "expected JSON in 'tools'"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": [1]}, "expected an object in 'chat_"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"eos_token": ""}},
+            "not set 'eos_tok",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_read_says_why(record, message):
     with pytest.raises(ValueError, match=message):
-        tools_of(record) if "tools" in record else messages_of(record, None, {})
+        _ = messages_of(record, None, {}), tools_of(record), options_of(record)
 
 
 def test_what_a_template_may_read_is_kept():
@@ -200,6 +211,27 @@ def test_what_a_template_may_read_is_kept():
     system = {"role": "system", "content": "Be short."}
     assert messages_of(record, None, {}) == [system, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
     assert tools_of(record) == [{"name": "f"}]
+
+
+def test_other_ways_to_write_the_same_are_read():
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    said = {"role": "assistant", "content": parts, "weight": 1, "train": True}
+    record = {"messages": [said], "tools": '[{"name": "f"}]', "chat_template_kwargs": '{"enable_thinking": false}'}
+    assert messages_of(record, None, {}) == [{"role": "assistant", "content": "Hello"}]
+    assert (tools_of(record), options_of(record)) == ([{"name": "f"}], {"enable_thinking": False})
+
+
+def test_turns_of_weight_0_are_not_learned_and_what_the_template_leaves_out_is_counted(tmp_path, here, capsys):
+    silent, untrained = talk("Hi", "Hello", "Bye", "Ciao"), talk("Hi", "Hello", "Bye", "Ciao")
+    silent["messages"][1]["weight"] = 0
+    untrained["messages"][3] |= {"train": False, "reasoning_content": "They leave."}
+    assert tokenize(tmp_path, [silent, untrained]) == exit_codes.DONE
+    assert [answer for _, answer in learned(tmp_path / "out")] == [f"Ciao{EOD}", f"Hello{EOD}"]
+    assert "0 refused, the template leaves out the field 'reasoning_content' (1); template" in capsys.readouterr().out
+    notes = json.loads((tmp_path / "out.meta.json").read_text())["chat"]["notes"]
+    assert notes == {"the template leaves out the field 'reasoning_content'": 1}
+    assert tokenize(tmp_path, [silent], "--train-on", "all", "--strict", "--overwrite") == exit_codes.REFUSED
+    assert "message 1 bears no loss ('weight' or 'train'), but --train-on all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

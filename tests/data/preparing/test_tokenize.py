@@ -522,6 +522,40 @@ def test_append_eod_closes_each_document(tmp_path):
     assert IndexedDataset(tmp_path / "out").tokens.tolist() == [97, 256, 98, 99, 256]
 
 
+def test_prepend_bos_begins_each_document_with_the_tokenizers_own_and_the_record_says_so(tmp_path, json_path, capsys):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(json_path.read_bytes())
+    spec = str(folder / "tokenizer.json")
+    (tmp_path / "in.txt").write_text("a\n\nb")
+    options = ["--split-documents", "blank-lines", "--prepend-bos", "--append-eod", "--workers", 1]
+    assert run(tmp_path, "in.txt", options=options, tokenizer=spec) == 2
+    assert f"--prepend-bos: tokenizer '{spec}' names no bos_token" in capsys.readouterr().err
+    (folder / "tokenizer_config.json").write_text('{"bos_token": {"content": "<pad>"}}')
+    for n_words, whole in ((2, options), (1, ["--prepend-bos", "--workers", 1])):
+        assert run(tmp_path, "in.txt", options=whole, tokenizer=spec) == 0
+        parts = documents(tmp_path, spec)
+        assert "".join(parts).replace("<pad>", "").replace(EOD, "") == "a\n\nb"
+        assert [part.index("<pad>") for part in parts] == [0] * n_words
+        assert json.loads((tmp_path / "out.meta.json").read_text())["first_id"] == 0
+    assert run(tmp_path, "in.txt", options=["--split-sentences", "--prepend-bos"], tokenizer=spec) == 2
+    assert "--prepend-bos with --split-sentences" in capsys.readouterr().err
+    part = [
+        "tokenize",
+        "--input",
+        tmp_path / "in.txt",
+        "--tokenizer",
+        spec,
+        "--output",
+        tmp_path / "p",
+        "--part",
+        "0/1",
+    ]
+    assert command([*map(str, part), "--workers", "1", "--prepend-bos"]) == 0
+    assert command([*map(str, part), "--workers", "1"]) == 2
+    assert "with other settings" in capsys.readouterr().err
+
+
 def test_json_key_names_the_text(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"body": "a", "text": "b"}\n')
     assert run(tmp_path, "in.jsonl", options=["--json-key", "body", "--workers", 1]) == 0
@@ -604,6 +638,34 @@ def test_line_numbers_go_on_from_batch_to_batch(tmp_path, monkeypatch, capsys):
     (tmp_path / "in.jsonl").write_bytes(lines(["a"] * 30) + b"{\n" + lines(["b"] * 5))
     assert run(tmp_path, "in.jsonl") == 0
     assert "in.jsonl:31: bad JSON" in capsys.readouterr().err
+
+
+def test_a_parquet_of_one_long_string_in_many_rows_is_read_in_batches_of_its_bytes(tmp_path, monkeypatch):
+    text = "ab" * 4 * 2**20
+    rows = pa.array([0, None, *[0] * 998], pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(rows, pa.array([text])), "other": pa.array(range(1000))})
+    pq.write_table(table, tmp_path / "in.parquet", compression="zstd")
+    assert (tmp_path / "in.parquet").stat().st_size < 20_000
+    used: list[int] = []
+    first = 1
+    for batch in text_files.read_batches(input_files.find_files([str(tmp_path / "in.parquet")]), "text"):
+        assert isinstance(batch.data, list)
+        assert batch.first == first
+        first += len(batch.data)
+        used.append(sum(len(row or b"") for row in batch.data))
+        assert {row for row in batch.data if row is not None} == {text.encode()}
+    assert (first, set(used)) == (1001, {len(text)})
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", len(text) - 1)
+    assert run(tmp_path, "in.parquet") == 2
+
+
+def test_a_parquet_whose_rows_need_too_much_memory_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    table = pa.table({"text": ["a" * 100 * 2**20, "b"]})
+    pq.write_table(table, tmp_path / "in.parquet", compression="zstd", use_dictionary=False)
+    monkeypatch.setattr(text_files, "PARQUET_BYTES", 32 * 2**20)
+    assert run(tmp_path, "in.parquet") == 2
+    said = f"{tmp_path}/in.parquet: some rows of 'text' need more than 33,554,432 bytes of memory"
+    assert said in capsys.readouterr().err
 
 
 def test_a_parquet_row_that_is_no_utf8_is_one_malformed_row(tmp_path, monkeypatch, capsys):

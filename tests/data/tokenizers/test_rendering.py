@@ -48,11 +48,13 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def tokens(folder: Path, template: str, messages: list[dict[str, Any]], on: str = ASSISTANT) -> dict[str, Any]:
+def tokens(
+    folder: Path, template: str, messages: list[dict[str, Any]], on: str = ASSISTANT, **other: Any
+) -> dict[str, Any]:
     """What the confined process answers."""
     (folder / "chat_template.jinja").write_text(template)
     spec = str(folder / "tokenizer.json")
-    return read_conversations(spec, "<|im_end|>", None, True, on)({"messages": messages, "tools": None})
+    return read_conversations(spec, "<|im_end|>", None, True, on)({"messages": messages, "tools": None, **other})
 
 
 def mask(answer: dict[str, Any]) -> list[int]:
@@ -129,7 +131,15 @@ REFUSED = [
         *(MARKED, [*TALK, {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": ["<|im_end|>"]}}]}]),
         rendering.SPELLS_SPECIAL,
     ),
-    (MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"), TALK, rendering.LAST_UNCLEAR),
+    (MARKED, [*TALK, {"role": "assistant", "content": "", "x": {"<|im_end|>": 1}}], rendering.SPELLS_SPECIAL),
+    (MARKED, [*TALK, {"role": "user", "content": "", "tool_calls": [{"arguments": "{"}]}], rendering.BAD_ARGUMENTS),
+    (MARKED, [*TALK, {"role": "user", "content": "", "tool_calls": [{"arguments": "3"}]}], rendering.BAD_ARGUMENTS),
+    (
+        # The JSON text spells the token only with escapes.
+        *(MARKED, [*TALK, {"role": "user", "content": "", "tool_calls": [{"arguments": r'{"a": "<\u007cim_end|>"}'}]}]),
+        rendering.SPELLS_SPECIAL,
+    ),
+    (MARKED.replace("== 'assistant'", "== 'assistant' and loop.last"), TALK, rendering.TURNS_UNCLEAR),
 ]
 
 
@@ -181,3 +191,74 @@ def test_the_shipped_template_has_ordinary_marks_and_ends_turns_with_the_end_of_
     # What is asked of a trained model is the beginning of what it has learned from.
     prompt = read_prompts(spec, eod, template)(TALK[:4])
     assert answer["ids"] == [*prompt, *tokenizer.encode("See you"), tokenizer.eod_id]
+
+
+DECODED, KEPT = "arguments of tool calls decoded", "arguments of tool calls kept as text"
+TEXT = '{"city": "Zürich",  "n": [1]}'
+CALLS = [
+    {"role": "user", "content": "Weather"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": TEXT}}]},
+]
+AS_JSON = """{"city": "Zürich", "n": [1]}"""
+
+
+@pytest.mark.parametrize(
+    ("write", "expected", "note"),
+    [
+        ("c.function.arguments | tojson", AS_JSON, DECODED),
+        ("c.function.arguments.items() | list | length", "2", DECODED),
+        ("'' ~ c.function.arguments", TEXT, KEPT),  # would be Python's notation
+        ("'' + c['function']['arguments']", TEXT, KEPT),  # DeepSeek's, which fails with objects
+        (
+            "(c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)",
+            *(TEXT, KEPT),
+        ),
+        (  # Gemma 4's
+            "(c.function.arguments.city if c.function.arguments is mapping else c.function.arguments is string)",
+            *("Zürich", DECODED),
+        ),
+    ],
+)
+def test_arguments_of_tool_calls_are_in_the_form_that_the_template_reads(folder, write, expected, note):
+    calls = "{% for c in m.tool_calls %}{{ " + write + " }}{% endfor %}"
+    template = MARKED.replace("{{ m.content +", calls + "{{ m.content +")
+    answer = tokens(folder, template, CALLS)
+    assert learned_text(folder, answer) == [f"{expected}<|im_end|>"]
+    assert answer["notes"] == [note]
+    objects = json.loads(json.dumps(CALLS))
+    objects[1]["tool_calls"][0]["function"]["arguments"] = json.loads(TEXT)
+    if note == DECODED:
+        assert tokens(folder, template, objects)["ids"] == answer["ids"]
+
+
+def test_what_a_template_leaves_out_is_named_and_what_it_writes_is_not(folder):
+    thought = {"role": "assistant", "content": "See you", "reasoning_content": "a", "name": "b", "flag": True}
+    talk = [{"role": "developer", "content": "Be short."}, *TALK[1:4], thought]
+    template = "{% for m in messages if m.role != 'developer' %}" + MARKED.removeprefix("{% for m in messages %}")
+    answer = tokens(folder, template.replace("m.content +", "(m.name or '') + m.content +"), talk, tools=[{"a": 1}])
+    left_out = ["messages of role developer", "the field 'flag'", "the field 'reasoning_content'"]
+    assert answer["notes"] == [f"the template leaves out {name}" for name in ["the tools", *left_out]]
+    assert tokens(folder, MARKED, TALK)["notes"] == []
+
+
+@pytest.mark.parametrize("template", [UNMARKED, MARKED])
+@pytest.mark.parametrize(
+    ("on", "silent", "expected"),
+    [
+        (ASSISTANT, [2], ["See you<|im_end|>"]),
+        (ASSISTANT, [4], ["Hello 漢字<|im_end|>"]),
+        (LAST, [2], ["See you<|im_end|>"]),
+        (LAST, [4], []),
+    ],
+)
+def test_a_turn_of_weight_0_bears_no_loss(folder, template, on, silent, expected):
+    answer = tokens(folder, template, TALK, on, silent=silent)
+    assert learned_text(folder, answer) == expected
+    assert answer["ids"] == tokens(folder, template, TALK, on)["ids"]
+
+
+def test_further_variables_reach_the_template_and_spell_no_special_token(folder):
+    template = "{{ greeting }}" + MARKED
+    answer = tokens(folder, template, TALK, options={"greeting": "Dear all"})
+    assert load_tokenizer(str(folder / "tokenizer.json")).decode(answer["ids"]).startswith("Dear all<|im_start|>")
+    assert tokens(folder, template, TALK, options={"greeting": "<s>"})["cause"] == rendering.SPELLS_SPECIAL

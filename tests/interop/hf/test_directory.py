@@ -117,7 +117,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
         "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B ([model] path)",
     ),
     "no json": (lambda home: (home / "config.json").write_text("{"), {}, "([model] path)"),
-    "code": (lambda home: said(home, auto_map={"AutoModel": "m.M"}), {}, "has auto_map: code of its own"),
+    "code": (
+        lambda home: said(home, model_type="mine", auto_map={"AutoModel": "m.M"}),
+        {},
+        "config.json has auto_map, code of its own: custom (remote) code is not run) ([model] path)",
+    ),
+    "adapters": (
+        lambda home: (home / "config.json").rename(home / "adapter_config.json"),
+        {},
+        "holds adapters of peft (adapter_config.json), not a model: add them to the weights of their base first",
+    ),
+    "a pipe": (lambda home: ((home / "config.json").unlink(), os.mkfifo(home / "config.json")), {}, "a regular file"),
+    "a rope that is a text": (lambda home: said(home, rope_parameters="linear"), {}, "rope"),
     "no such family": (lambda home: said(home, model_type="lama"), {}, "has model_type='lama'; expected a model of"),
     "a family that is a list": (lambda home: said(home, model_type=[]), {}, "has model_type=[]; expected the name of"),
     "nesting": (lambda home: (home / "config.json").write_text('{"a":' * 9**5), {}, "JSON of at most 64 levels"),
@@ -329,6 +340,19 @@ def test_each_key_of_model_is_what_config_json_says_or_free(home: Path, key: str
     assert getattr(again.model, key) == getattr(said_by, key)
     with pytest.raises(ValueError, match=rf"\[model\] {key}=.*, but .*config.json gives"):
         resolved(home, model={"name": "hf", "path": str(home), key: OWN[key]})
+
+
+def test_code_beside_a_model_that_transformers_has_is_ignored_with_a_note(home: Path):
+    before, digest = resolved(home), hf_resolve.digest(str(home))
+    for name in ("modeling_mine", "configuration_mine"):
+        (home / f"{name}.py").write_text(f"from pathlib import Path\nPath({str(home / 'ran')!r}).touch()\n")
+    said(home, auto_map={"AutoConfig": "configuration_mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"})
+    cfg = resolved(home)
+    assert (cfg, hf_resolve.digest(str(home))) == (before, digest)
+    assert type(HF(cfg.model).hf) is transformers.LlamaForCausalLM
+    note = f"{home}/config.json has auto_map, code of its own: custom (remote) code is not run"
+    assert families.of(cfg.model).notes(cfg.model) == [note]
+    assert not (home / "ran").exists()
 
 
 def test_the_digest_is_of_every_key_of_config_json_but_of_those_that_change_no_number(home: Path):

@@ -17,10 +17,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import parse_object
 from dtmega.formats.sources import Source
 from dtmega.interop.hf.files import config_json
-from dtmega.interop.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
+from dtmega.interop.hf.files.write import MAX_FILE_BYTES, TensorSpec, tensor_specs, to_json, widest, write
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 DECODER_START = "decoder_start_token_id"  # only models have this key; tokenizers do not
@@ -81,11 +82,11 @@ def export(
     tensors = tensor_specs(source)
     files = dict(other_files)
     if original is None:
-        config = {**config_values, **token_ids, "torch_dtype": widest(tensor.dtype for tensor in tensors)}
+        config = {**config_values, **token_ids, **_dtypes(tensors)}
     else:
         config = config_json.read_plain(original)
-        config.pop("torch_dtype", None)  # the name of the key `dtype` in transformers 4
-        config |= {"dtype": widest(tensor.dtype for tensor in tensors), **config_values}
+        dtypes = _dtypes(tensors)
+        config |= {"dtype": dtypes["dtype"], **(dtypes if "torch_dtype" in config else {}), **config_values}
         files |= {
             name: _read(original / name) for name in (GENERATION, *TOKENIZER_FILES) if (original / name).is_file()
         }
@@ -146,8 +147,13 @@ def _ending_at(generation: bytes, end_ids: Sequence[int]) -> bytes:
     return to_json({**values, "eos_token_id": [*known, *(i for i in end_ids if i not in known)]})
 
 
+def _dtypes(tensors: Sequence[TensorSpec]) -> dict[str, str]:
+    """The entries of config.json for the dtype of the weights: `dtype`, which transformers 4 calls `torch_dtype`."""
+    return dict.fromkeys(("dtype", "torch_dtype"), widest(tensor.dtype for tensor in tensors))
+
+
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror} (--original)") from None

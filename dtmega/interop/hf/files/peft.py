@@ -20,9 +20,10 @@ from dtmega import config
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Slices, Source
 from dtmega.formats.whole import Build, tensor_names
+from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import tensor_specs, to_json, write
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 
 class TheirLayer(NamedTuple):
@@ -116,7 +117,7 @@ def write_peft(
         OSError: a file cannot be written.
     """
     tensors = _InTheirForm(adapters.stored, theirs)
-    files = {**other_files, CONFIG: to_json(_config(adapters, theirs, modules))}
+    files = {**other_files, config_json.ADAPTERS: to_json(_config(adapters, theirs, modules))}
     # peft reads only one weights file, so write all adapters into one file of any size.
     write(
         tensors,

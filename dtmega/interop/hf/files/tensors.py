@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtmega.files.regular import open_regular
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -59,7 +60,7 @@ class TensorFiles:
         files, weight_map = weight_files(self.path)
         for file in files:
             try:
-                with open(self.path / file, "rb") as raw:
+                with open_regular(self.path / file) as raw:
                     check_not_a_pointer(raw.read(64), self.path / file)
                 safetensors_file = safe_open(self.path / file, "pt")
             except (SafetensorError, OSError) as error:

@@ -32,6 +32,10 @@ def positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     # transformers 5 stores all these values in one object; earlier versions store theta outside the object.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(
+            f"config.json has {rope!r:.80} as rope_parameters (or rope_scaling), expected an object ([model] name)"
+        )
     theta = {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

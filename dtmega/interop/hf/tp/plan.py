@@ -211,12 +211,11 @@ def check(model: Any, device_type: str) -> None:
             on `device_type`.
     """
     config = getattr(model, "config", None)
-    module, auto_map = type(model).__module__, getattr(config, "auto_map", None)
-    if config is None or not module.startswith("transformers.") or auto_map:
+    module = type(model).__module__  # of a class that `trust_remote_code` has loaded: transformers_modules.…
+    if config is None or not module.startswith("transformers."):
         raise ValueError(
-            f"expected a model class of transformers, got {module}.{type(model).__name__}"
-            + (f" with auto_map={auto_map}" if auto_map else "")
-            + ": the plans are for the library's own code, custom (remote) code can do anything"
+            f"expected a model class of transformers, got {module}.{type(model).__name__}: the plans are for the "
+            f"library's own code, custom (remote) code can do anything"
         )
     attention = getattr(config, "_attn_implementation", None) or "eager"
     if attention not in ATTENTION:

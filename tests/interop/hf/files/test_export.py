@@ -19,6 +19,7 @@ from dtmega.cli.convert import to_checkpoint
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
+from dtmega.interop.hf.files import export as hf_export
 from dtmega.interop.hf.files.export import export
 from dtmega.interop.hf.files.tensors import INDEX
 from tests import ranks
@@ -209,7 +210,7 @@ def test_weights_are_written_in_the_dtype_that_is_asked_for_and_config_json_says
     rewrite(tmp_path / "original" / "config.json", torch_dtype="float16")  # as transformers 4 called it
     options = ["--dtype", "bfloat16", "--original", str(tmp_path / "original")]
     assert to_hf(llama / "checkpoint", tmp_path / "out", *options) == exit_codes.DONE
-    assert read_json(tmp_path / "out" / "config.json") == before | {"dtype": "bfloat16"}
+    assert read_json(tmp_path / "out" / "config.json") == before | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     checkpoint = Weights(open_checkpoint(str(llama / "checkpoint")))
     truth = {name: checkpoint.read(name).bfloat16() for name in checkpoint.tensors}
     assert equal(loaded(tmp_path / "out"), truth)
@@ -261,14 +262,13 @@ def test_a_file_of_the_original_that_cannot_be_read_is_refused_before_anything_i
 ):
     shutil.copytree(llama / "original", tmp_path / "original")
     (tmp_path / "original" / "vocab.txt").touch()
-    read_bytes = Path.read_bytes
 
     def broken(path: Path) -> bytes:
         if path.name == "vocab.txt":
             raise PermissionError(13, "Permission denied")
-        return read_bytes(path)
+        return path.read_bytes()
 
-    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr(hf_export, "read_regular", broken)
     assert to_hf(llama / "checkpoint", tmp_path / "out", "--original", str(tmp_path / "original")) == exit_codes.REFUSED
     assert "original/vocab.txt: Permission denied (--original)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["original"]

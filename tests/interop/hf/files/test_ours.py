@@ -576,7 +576,8 @@ def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width
     assert {name: dtype for name, (dtype, _) in source.tensors.items()} == {n: t.dtype for n, t in weights.items()}
     assert all(torch.equal(source.read(name), t) for name, t in weights.items())
     assert all(source.read(name).data_ptr() % t.itemsize == 0 for name, t in weights.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "float32"
 
 
 def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):

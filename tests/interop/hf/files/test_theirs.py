@@ -408,7 +408,8 @@ WRONG = {
     "a type that is a number": {"model_type": 5},
     "layers without end": {"num_hidden_layers": 10**9},
     "layers without end in a list": {"depths": [2, 10**9]},
-    "code inside": {"inner": [{"auto_map": {"AutoModel": "m.M"}}]},
+    "code of an unknown family": {"model_type": "mine", "inner": [{"auto_map": {"AutoModel": "m.M"}}]},
+    "a rope that is a text": {"rope_parameters": "linear"},
     "classes that are none": {"architectures": ["pipeline"]},
     "classes that are numbers": {"architectures": [5]},
     "a width that is a text": {"hidden_size": "wide"},
@@ -443,6 +444,35 @@ def test_convert_from_a_directory_of_bloom_builds_no_more_than_is_stored(tmp_pat
     names = ["--from", "hf", str(tmp_path / "in"), "--to", "dtmega", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (
+            {"rope_scaling": "linear", "rope_parameters": None},
+            2,
+            "config.json has 'linear' as rope_parameters",
+        ),
+        (
+            {"auto_map": {"AutoModel": "m.M"}},
+            0,
+            "has auto_map, code of its own: custom (remote) code is not run",
+        ),
+    ],
+)
+def test_convert_from_a_directory_of_llama_reads_no_text_as_rope_and_runs_no_code(
+    tmp_path: Path, change, code: int, message: str, capsys
+):
+    saved(tmp_path / "in", Case("llama"))
+    edit(tmp_path / "in" / "config.json", lambda plain: plain.update(change))
+    names = ["--from", "hf", str(tmp_path / "in"), "--to", "dtmega", str(tmp_path / "out")]
+    assert command(["convert", *names]) == code
+    assert message in "".join(capsys.readouterr())
+    names = ["--from", "dtmega", str(tmp_path / "out"), "--to", "hf", str(tmp_path / "back")]
+    if code == 0:
+        assert command(["convert", *names]) == 0
+        assert "auto_map" not in (tmp_path / "back" / "config.json").read_text()
 
 
 class Memory:

@@ -362,7 +362,6 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "layerdrop": message(of("opt", layerdrop=0.1)),
         "cross-attention": message(of("gpt2", add_cross_attention=True)),
         "code": message(lambda: parallelize_hf(ours, mesh)),
-        "auto_map": message(attribute("auto_map", {"AutoModel": "modeling.Mine"})),
         "attention": message(attribute("_attn_implementation", "paged|sdpa")),
         "flash on CPU": message(attribute("_attn_implementation", "flash_attention_2")),
         "family": message(lambda: plan_for(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=1)))),
@@ -726,7 +725,6 @@ def test_dropout_keeps_the_ranks_together_and_ranks_with_other_seeds_are_refused
         ("layerdrop", "layerdrop=0.1 of a opt config: ranks would skip different layers"),
         ("cross-attention", "add_cross_attention=True"),
         ("code", "expected a model class of transformers, got tests.interop.hf.tp.test_plan.Mine"),
-        ("auto_map", "custom (remote) code"),
         ("attention", "attn_implementation='paged|sdpa' is not known to work"),
         ("flash on CPU", "attn_implementation='flash_attention_2' does not run on a CPU"),
         ("family", "no plan for model_type 'vit'"),
@@ -844,7 +842,7 @@ def test_the_command_exits_1_where_something_differs_and_2_without_a_model(
     assert dtmega_main(["verify-plan", str(directory)]) == 1
     assert re.search(r"lm_head.weight\s+1.0e-03\s+WRONG", capsys.readouterr().out)
     assert dtmega_main(["verify-plan", str(directory / "nowhere")]) == 2
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": {"AutoModel": "m.M"}}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}))
     assert dtmega_main(["verify-plan", str(directory)]) == 2
     assert "custom (remote) code is not run" in capsys.readouterr().err
 
