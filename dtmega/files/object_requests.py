@@ -26,6 +26,19 @@ PART_BYTES = 8 * 2**20  # size of an upload's parts (at most 10,000 parts, 80 Gi
 class Unreachable(OSError):
     """Raised if a request to an object store still fails, or gets no answer, after several tries."""
 
+    exit_code = 76  # `STUCK` of `distributed/exit_codes.py`: run the command again
+
+
+class Denied(Unreachable):
+    """Raised if the store answers that the request is not allowed or not understood."""
+
+    exit_code = 2  # `REFUSED`: correct what the message names
+
+
+def at_start(error: Exception, message: str) -> OSError | ValueError:
+    """The error to raise if a run or command cannot start: an outage stays an `Unreachable`, with another message."""
+    return type(error)(message) if isinstance(error, Unreachable) else ValueError(message)
+
 
 def is_object_store(url: str) -> bool:
     """True if the URL's scheme belongs to an object store that obstore supports."""
@@ -88,7 +101,20 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             if isinstance(error, AlreadyExistsError):
                 raise FileExistsError(f"{key} exists already") from None
             if not tries_left:
-                raise Unreachable(reason(error)) from None
+                raise kind_of(error)(reason(error)) from None
+
+
+def kind_of(error: Exception) -> type[Unreachable]:
+    """The class of the `Unreachable` to raise for an error of obstore."""
+    from obstore import exceptions
+
+    wrong_request = (
+        exceptions.InvalidPathError,
+        exceptions.PermissionDeniedError,
+        exceptions.UnauthenticatedError,
+        exceptions.UnknownConfigurationKeyError,
+    )
+    return Denied if isinstance(error, (*wrong_request, Denied)) else Unreachable
 
 
 def reason(error: Exception) -> str:
@@ -115,7 +141,7 @@ def reported() -> Iterator[None]:
         raise FileNotFoundError(reason(error)) from None
     # obstore's writers raise plain OSErrors, which quote the endpoint.
     except (BaseError, OSError) as error:
-        raise Unreachable(reason(error)) from None
+        raise kind_of(error)(reason(error)) from None
 
 
 def _client_options() -> dict[str, Any]:
