@@ -34,8 +34,7 @@ def open_root(root: str) -> Place:
     """
     if "://" not in root:
         return Disk(root)
-    if is_object_store(root):
-        check_usable(root, "[checkpoint] dir")
+    check_usable(root, "[checkpoint] dir")
     try:
         return Objects(root) if is_object_store(root) else Remote(root)
     except (ImportError, ValueError, OSError) as error:

@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
-from dtmega.files import optional_imports
+from dtmega.files import optional_imports, urls
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "adl", "azure", "abfs", "abfss")
 CONNECT_S = 10
 REQUEST_S = 30  # time limit for one response, including its body
 RETRY_S = 120  # after this time, a failed request is not retried
@@ -42,7 +40,7 @@ def at_start(error: Exception, message: str) -> OSError | ValueError:
 
 def is_object_store(url: str) -> bool:
     """True if the URL's scheme belongs to an object store that obstore supports."""
-    return url.partition("://")[0] in SCHEMES and "://" in url
+    return url.partition("://")[0] in urls.OBJECT_STORES and "://" in url
 
 
 def check_usable(url: str, key: str) -> None:
@@ -53,19 +51,14 @@ def check_usable(url: str, key: str) -> None:
         key: key or option that names the URL, for the message.
 
     Raises:
-        ValueError: the URL holds credentials, a query or a fragment, which the message does not repeat; or obstore is
-            not installed.
+        ValueError: `urls.check` refuses the URL; or it is of an object store, and obstore is not installed.
     """
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    # Azure URLs name the container before the host: abfss://container@account.dfs.core.windows.net/run.
-    container = parts.scheme in ("abfs", "abfss") and ":" not in user
-    if (at and not container) or parts.query or parts.fragment:
-        raise ValueError(
-            f"{parts.scheme}://{host}{parts.path} is given with credentials or a query: expected a URL without them, "
-            f"and credentials in the environment ({key})"
-        )
-    optional_imports.check("obstore", "s3", f"{url} ({key})")
+    try:
+        urls.check(url)
+    except ValueError as error:
+        raise ValueError(f"{error} ({key})") from None
+    if is_object_store(url):
+        optional_imports.check("obstore", "s3", f"{url} ({key})")
 
 
 def open_store(url: str) -> Any:
