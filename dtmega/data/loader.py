@@ -114,7 +114,8 @@ class TrainBatches:
             rows = next(self._iterator)
         # The death of a worker that sends a batch breaks a connection; torch notices other deaths after some seconds.
         except (RuntimeError, OSError, EOFError):
-            if (lost := self._lost_worker()) is None:
+            lost = self._lost_worker() if self._workers else None
+            if lost is None:
                 raise
             raise lost from None
         if isinstance(rows, DataLost):
@@ -146,7 +147,7 @@ class TrainBatches:
         gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
-        self._feeders = set()
+        self._feeders, self._workers = set(), []
 
     def start(self) -> None:
         """Start the worker processes, if any, without waiting for them.
