@@ -12,6 +12,7 @@ continue the run, repeat the command; the numbers are the same as in an uninterr
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 import traceback
@@ -432,7 +433,8 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 def killed(run: Run) -> bool:
     """True on rank 0 if the [train] kill_switch file exists. Other ranks do not check, to spare the file system."""
-    return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
+    # Unlike Path.exists, os.path.exists raises no error if the file system fails for a moment (EIO, ESTALE, EACCES).
+    return run.world.rank == 0 and os.path.exists(run.cfg.train.kill_switch)
 
 
 def killed_before_it_began(run: Run) -> bool:

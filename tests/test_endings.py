@@ -224,6 +224,40 @@ def no_memory(*_: object) -> None:
     raise MemoryError("3 TiB")
 
 
+@pytest.mark.parametrize("told_by", ["exit.json", "metrics.jsonl", "starts.jsonl"])
+def test_a_run_whose_checkpoints_are_not_to_be_seen_is_refused_and_begins_anew_only_by_name(
+    tmp_path, keys, capsys, told_by
+):
+    run_dir, root = tmp_path / "run", tmp_path / "disk" / "run"
+    keys = keys | {"checkpoint.dir": str(root)}
+    assert alone(keys | {"train.exit_interval": 2}, run_dir) == 0
+    assert alone(keys | {"train.exit_interval": 3}, run_dir) == 0
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    had = f"{root}/step-00000003"
+    if told_by != "exit.json":
+        (run_dir / "exit.json").unlink()
+        had = f"a checkpoint of step {3 if told_by == 'metrics.jsonl' else 2} ({told_by})"
+    if told_by == "starts.jsonl":
+        (run_dir / "metrics.jsonl").write_text('{"step": 3, "checkpoint": 3, "checkpoint_error": "full"}\n')
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.name != "exit.json"}
+    for _ in range(2):
+        assert alone(keys, run_dir) == exit_codes.REFUSED
+        said = capsys.readouterr().err
+        assert f"{run_dir} is of a run that had {had}, and {root} has no checkpoint: " in said
+        assert "[checkpoint] resume = 'none'" in said
+    assert {path: path.read_bytes() for path in run_dir.iterdir() if path.name != "exit.json"} == before
+    assert not (tmp_path / "disk").exists()
+    assert alone(keys | {"checkpoint.resume": "none"}, run_dir) == 0
+    assert (run_dir / "metrics.1.jsonl").read_bytes() == before[run_dir / "metrics.jsonl"]
+    assert (root / "step-00000004").is_dir()
+
+
+def test_a_run_that_never_saved_begins_anew(tmp_path, keys):
+    never = keys | {"checkpoint.interval": 0, "checkpoint.final": False}
+    for _ in range(2):
+        assert alone(never, tmp_path) == 0
+
+
 def test_an_evaluation_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys):
     assert alone(keys, tmp_path) == 0
     older = f"{tmp_path}/checkpoints/step-00000002"

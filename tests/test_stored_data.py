@@ -193,8 +193,10 @@ def test_a_run_whose_data_is_lost_ends_with_one_line(object_store, tmp_path, run
     train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path))])
 
 
-def test_a_store_that_is_silent_at_a_start_is_refused_in_one_line(object_store, tmp_path, run_of_words):
+def test_a_store_that_is_silent_at_a_start_ends_it_in_one_line_with_the_code_to_try_again(
+    object_store, tmp_path, run_of_words
+):
     keys, _ = run_of_words
     object_store.fault = lambda request: "503"
-    train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path), exit_codes.REFUSED)])
+    train_all([Training(1, keys, tmp_path / "run", on(object_store, tmp_path), exit_codes.STUCK)])
     assert (tmp_path / "cache-stderr").read_text().count("cannot open s3://bucket/data/text.idx: ") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,21 @@ def test_a_kill_switch_saves_and_exits_and_lets_no_run_begin(text, tmp_path, mon
     switch.unlink()
     assert alone(keys, tmp_path / "run") == 0
     assert list(Record(tmp_path / "run").steps) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_kill_switch_that_cannot_be_asked_for_is_not_thrown(text, tmp_path, monkeypatch, number):
+    switch, honest, failed = str(tmp_path / "stop"), os.stat, []
+
+    def fails(path: Any, *rest: Any, **keywords: Any) -> os.stat_result:
+        if str(path) == switch:
+            failed.append(path)
+            raise OSError(number, os.strerror(number))
+        return honest(path, *rest, **keywords)
+
+    monkeypatch.setattr(os, "stat", fails)
+    assert alone(KEYS | text | {"train.kill_switch": switch, "train.steps": 2}, tmp_path / "run") == 0
+    assert len(failed) == 3  # at the start, and after each step
 
 
 def test_eval_only_says_the_losses_of_a_run_and_touches_nothing_of_it(text, tmp_path):

@@ -22,7 +22,7 @@ from fsspec.core import url_to_fs
 from dtmega.checkpoint.manifest import NAME, Damaged
 from dtmega.checkpoint.objects import Objects
 from dtmega.files import atomic
-from dtmega.files.object_requests import check_usable, is_object_store
+from dtmega.files.object_requests import at_start, check_usable, is_object_store
 from dtmega.files.regular import open_regular
 
 
@@ -31,15 +31,15 @@ def open_root(root: str) -> Place:
 
     Raises:
         ValueError: the library for this URL is not installed, or the URL cannot be reached.
+        Unreachable: the object store does not answer.
     """
     if "://" not in root:
         return Disk(root)
-    if is_object_store(root):
-        check_usable(root, "[checkpoint] dir")
+    check_usable(root, "[checkpoint] dir")
     try:
         return Objects(root) if is_object_store(root) else Remote(root)
     except (ImportError, ValueError, OSError) as error:
-        raise ValueError(f"cannot open {root}: {error} ([checkpoint] dir)") from None
+        raise at_start(error, f"cannot open {root}: {error} ([checkpoint] dir)") from None
 
 
 class Disk:

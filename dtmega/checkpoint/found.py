@@ -24,6 +24,7 @@ from dtmega.distributed.agreement import Refused
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.process import Claim
 from dtmega.files import console
+from dtmega.files.object_requests import at_start
 from dtmega.formats.sources import Source
 
 
@@ -181,5 +182,5 @@ def _make_probe(files: Place) -> str:
             file.write(b"is this one file system?")
     # The libraries that serve URLs may raise any type of exception.
     except Exception as error:
-        raise ValueError(f"cannot write to {files.path('')}: {error} ([run] dir, [checkpoint] dir)") from None
+        raise at_start(error, f"cannot write to {files.path('')}: {error} ([run] dir, [checkpoint] dir)") from None
     return probe

@@ -247,12 +247,12 @@ class Checkpoints:
 
         Args:
             before: configuration recorded in the newest checkpoint. If [checkpoint] keep is larger there than in the
-                current configuration, the larger value applies.
+                current configuration, or 0, that value applies.
         """
         folders = finished(self._files)
         if folders:
             keep = before.get("checkpoint", {}).get("keep", self._keep)
-            self._purge(folders[-1], max(keep, self._keep))
+            self._purge(folders[-1], max(keep, self._keep) if keep and self._keep else 0)
 
     def close(self) -> None:
         """End the thread that writes checkpoints."""
@@ -274,10 +274,12 @@ class Checkpoints:
             raise Failed(f"{type(error).__name__}: {error}") from error
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint.
+        """Delete all checkpoints except the newest `keep` checkpoints and the best checkpoint. With 0, delete none.
 
         A failed deletion only costs space.
         """
+        if not keep:
+            return
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]

@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from dtmega.config import mixtures
 from dtmega.config.mixtures import Mixture
-from dtmega.config.schema import Section, key
+from dtmega.config.schema import LocalPath, PathOrUrl, Section, key
+from dtmega.files import urls
 
 
 class Run(Section):
     """[run]: the run directory, the seed, the device, and time limits for processes."""
 
-    dir: str = key(
+    dir: LocalPath = key(
         "runs/bloom",
         "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
         min_length=1,
@@ -60,16 +61,22 @@ class Run(Section):
         return 2 * self.timeout_s
 
 
+def _check_prefixes(path: str | list[str]) -> str | list[str]:
+    for prefix in [path] if isinstance(path, str) else path:
+        urls.check(prefix)
+    return path
+
+
 class Data(Section):
     """[data]: corpora, tokenizer, the split, and how samples are made from text."""
 
-    path: str | list[str] = key(
+    path: Annotated[str | list[str], AfterValidator(_check_prefixes)] = key(
         "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
     )
     weights: list[float] = key(
         [], "one positive weight per path, normalised; empty = proportional to the number of tokens"
     )
-    tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
+    tokenizer: LocalPath = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
     seq_len: int = key(256, "S: tokens in a sequence", ge=1)
     split: str = key("969,30,1", "weights by which documents are divided into train, valid and test")
     validation: list[str] = key(
@@ -387,7 +394,7 @@ class Lora(Section):
     base: Literal["float32", "bfloat16"] = key(
         "float32", "dtype in which the frozen weights are kept; bfloat16 only with [precision] params = 'bfloat16'"
     )
-    base_path: str = key("", "with [lora] or [train] freeze: where the weights that the run started from are now")
+    base_path: PathOrUrl = key("", "with [lora] or [train] freeze: where the weights that the run started from are now")
 
     @model_validator(mode="after")
     def _check(self) -> Lora:
@@ -430,7 +437,7 @@ class Train(Section):
         "[[first, last], ...]: ranges of steps that consume their samples but change no weight; the first step is 1, "
         "last is included",
     )
-    kill_switch: str = key(
+    kill_switch: LocalPath = key(
         "", "a path: when a file appears there, save and exit; a run does not start while it is there"
     )
     exit_interval: int = key(0, "save and exit at every multiple of this many steps", ge=0)
@@ -535,13 +542,13 @@ class Checkpoint(Section):
 
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
     final: bool = key(True, "write a checkpoint at the end, whatever the interval")
-    keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
-    resume: str = key(
+    keep: int = key(2, "number of checkpoints to keep, the newest ones; 0 = all", ge=0)
+    resume: PathOrUrl = key(
         "auto",
         "auto: the newest intact checkpoint of this run; none: start from scratch; or the folder of a checkpoint, or a "
         "run directory, whose newest checkpoint is used",
     )
-    dir: str = key(
+    dir: PathOrUrl = key(
         "", "where checkpoints are: a folder or a URL (s3://, gs://, az://, ...); empty = checkpoints/ in [run] dir"
     )
     mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
@@ -590,8 +597,8 @@ class Pipeline(Section):
         "balanced by cost",
     )
     split: int = key(0, "t5: the first stage of the decoder; 0 = balanced by cost", ge=0)
-    csv: str = key("", "instead of `schedule`: a CSV file with one row of actions (0F0, 1B0, ...) per rank")
-    draw: str = key("", "draw the schedule into this SVG file")
+    csv: LocalPath = key("", "instead of `schedule`: a CSV file with one row of actions (0F0, 1B0, ...) per rank")
+    draw: LocalPath = key("", "draw the schedule into this SVG file")
 
 
 class Recompute(Section):

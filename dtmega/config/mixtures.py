@@ -13,6 +13,8 @@ import math
 import re
 from typing import NamedTuple
 
+from dtmega.files import urls
+
 FORM = "'NAME=PREFIX' or 'NAME: WEIGHT START:END PREFIX, ...'"
 NAMED = re.compile(r"([\w.-]+)(=|:)(.*)", re.DOTALL)
 
@@ -64,7 +66,7 @@ def parse(written: str) -> Mixture:
     if sign == "=":
         if not content:
             raise ValueError(f"expected {FORM}, got '{written}'")
-        return Mixture(name, (Share(1.0, 0.0, 1.0, content),))
+        return Mixture(name, (Share(1.0, 0.0, 1.0, urls.check(content)),))
     return Mixture(name, tuple(_share(part) for part in content.split(",")))
 
 
@@ -82,4 +84,4 @@ def _share(written: str) -> Share:
         raise ValueError(f"expected WEIGHT START:END PREFIX between the commas, got '{written.strip()}'") from None
     if not (0 < weight < math.inf and 0 <= start < end <= 1):
         raise ValueError(f"expected WEIGHT > 0 and 0 <= START < END <= 1, got '{written.strip()}'")
-    return Share(weight, start, end, prefix)
+    return Share(weight, start, end, urls.check(prefix))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from dtmega.config.schema import Section, key
+from dtmega.config.schema import LocalPath, PathOrUrl, Section, key
 
 
 class Model(Section):
@@ -17,7 +17,7 @@ class Model(Section):
     """
 
     name: Any  # each family declares a Literal with its own name
-    init_from: str = key(
+    init_from: PathOrUrl = key(
         "", "folder with the weights to start from: a Hugging Face model or a checkpoint; empty = random weights"
     )
     vocab_size: int = key(8192, "V: size of the vocabulary, at least the tokenizer's", ge=1)
@@ -442,7 +442,7 @@ class Transformers(Model):
 
     name: Literal["hf"] = key("hf", "the family of models")
     n_heads: int = key(8, "H: attention heads; 0 = none, as in Mamba", ge=0)  # its config.json sets the number
-    path: str = key(
+    path: LocalPath = key(
         "", "local directory of the model: config.json, weights, tokenizer.json; its config.json sets the sizes"
     )
 

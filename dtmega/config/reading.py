@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dtmega.config.schema import SectionClasses, choices_of, condition
+from dtmega.files import urls
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # a message shows at most this many characters of a wrong value
@@ -27,7 +28,13 @@ Sections = TypeVar("Sections", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """An error for an invalid configuration. The message has one line per fault; `train.py` exits with code 2."""
+    """An error for an invalid configuration. The message has one line per fault; `train.py` exits with code 2.
+
+    Credentials in URLs are masked, because the message is written to `exit.json`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(urls.masked(message))
 
 
 class Suggester(Protocol):
@@ -190,6 +197,9 @@ def validate(
     _apply_overrides(merged, overrides, chosen, suggestions, refusals)
     for section, table in merged.items():
         for k, value in table.items():
+            if urls.holds_credentials(repr(value)):
+                where = _where(section, k, source, overrides)
+                refusals.append(f"{where}: expected no URL with credentials, which belong in the environment")
             if type(value) is int and abs(value) > LARGEST:
                 where = _where(section, k, source, overrides)
                 refusals.append(f"{where}: expected an integer of at most {LARGEST}, got {value!r:.{SHOWN}}")
@@ -308,10 +318,12 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     if section and chosen[section].kinds.discriminator:
         del location[1]  # this entry is pydantic's name for the class
     k = location[1] if len(location) > 1 else ""
-    if error["type"] == "value_error":  # a validator of a section or of the whole configuration raised the error
+    if error["type"] == "value_error" and not k:  # a validator of a section or of the whole configuration
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
     option = f"--{section}.{k}"
     where = _where(section, k, source, overrides)
+    if error["type"] == "value_error":
+        return f"{where}: {error['ctx']['error']}"
     field = chosen[section].fields[k]
     choices = choices_of(field)
     several = "a list of " if get_origin(field.annotation) is list else ""

@@ -10,12 +10,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from dtmega.files import urls
+
+LocalPath = Annotated[str, AfterValidator(partial(urls.check, local=True))]
+PathOrUrl = Annotated[str, AfterValidator(urls.check)]
 COLUMNS = 80  # width of `--help`
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
+import signal
 import threading
 import time
 import warnings
@@ -17,6 +19,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 
 import torch
 from torch import Tensor
@@ -32,6 +36,7 @@ FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed
 # The trainer makes the batches itself if a batch takes less than MOMENT_S, because a worker would need two seconds to
 # start and would occupy a core.
 MOMENT_S = 2e-3
+DEATH_S = 2.0  # after a broken connection to a worker, the time to learn that the worker has died
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class TrainBatches:
         self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = None
         self._startup: _WorkerStartup | None = None  # None except while the workers are starting
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
+        self._workers: list[BaseProcess] = []
 
     def __iter__(self) -> TrainBatches:
         return self
@@ -104,7 +110,14 @@ class TrainBatches:
             self.start()
         self._wait()
         assert self._iterator is not None
-        rows = next(self._iterator)
+        try:
+            rows = next(self._iterator)
+        # The death of a worker that sends a batch breaks a connection; torch notices other deaths after some seconds.
+        except (RuntimeError, OSError, EOFError):
+            lost = self._lost_worker() if self._workers else None
+            if lost is None:
+                raise
+            raise lost from None
         if isinstance(rows, DataLost):
             raise rows
         first = self._consumed
@@ -134,7 +147,7 @@ class TrainBatches:
         gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
-        self._feeders = set()
+        self._feeders, self._workers = set(), []
 
     def start(self) -> None:
         """Start the worker processes, if any, without waiting for them.
@@ -153,7 +166,21 @@ class TrainBatches:
             return
         startup, self._startup = self._startup, None
         self._iterator = startup.result()
-        self._feeders = startup.feeders
+        self._feeders, self._workers = startup.feeders, startup.workers
+
+    def _lost_worker(self) -> DataLost | None:
+        """The error that names a worker which has died; None if none has."""
+        dead = connection.wait([worker.sentinel for worker in self._workers], DEATH_S)
+        for worker in self._workers:
+            if worker.sentinel in dead:
+                worker.join()
+                code = worker.exitcode or 0
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                reason = (
+                    f"the data worker with process number {worker.pid} {how} (did memory run out?); [data] num_workers"
+                )
+                return DataLost(reason, is_temporary=code == -signal.SIGKILL)
+        return None
 
     def _n_workers(self) -> int:
         """The number of worker processes, from [data] num_workers.
@@ -232,23 +259,26 @@ class _WorkerStartup:
 
     Attributes:
         feeders: multiprocessing's threads that put items into the workers' queues.
+        workers: processes that make batches.
     """
 
     def __init__(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
         self.feeders: set[threading.Thread] = set()
+        self.workers: list[BaseProcess] = []
         self._iterator: Iterator[dict[str, Tensor] | DataLost] | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._open, args=(loader,), name="open-loader", daemon=True)
         self._thread.start()
 
     def _open(self, loader: StatefulDataLoader[dict[str, Tensor] | DataLost]) -> None:
-        before = set(threading.enumerate())
+        before = {*threading.enumerate(), *multiprocessing.active_children()}
         try:
             with signals_blocked():
                 self._iterator = iter(loader)
         except BaseException as error:  # `result` raises the error in its caller's thread
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
+        self.workers = [process for process in multiprocessing.active_children() if process not in before]
 
     def result(self) -> Iterator[dict[str, Tensor] | DataLost]:
         """Wait until the workers have answered; return an iterator over the rows of each step.

@@ -95,7 +95,7 @@ def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int
     for an OSError therefore begins with the name of the step.
     """
     if isinstance(error, OSError):
-        return f"{step_name}: {error}", exit_codes.REFUSED
+        return f"{step_name}: {error}", getattr(error, "exit_code", exit_codes.REFUSED)
     return str(error), getattr(error, "exit_code", exit_codes.REFUSED)
 
 

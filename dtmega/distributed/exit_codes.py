@@ -9,7 +9,7 @@
 | 4 | DOES_NOT_FIT | a plan or dry run needs over `--memory`; nothing was started | change keys that the plan names |
 | 5 | DIFFERS | a replayed step's bits differ from the run's | look at the rank and host that the message names |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | run the command again |
-| 76 | STUCK | not saved: grace_s ran out after a signal, a save failed, or no data came | run the command again |
+| 76 | STUCK | not saved (grace_s ran out after a signal, a save failed), or no data or store | run the command again |
 | 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; run the command again |
 
 Running the command again resumes the run, because `--checkpoint.resume` is `auto` by default.

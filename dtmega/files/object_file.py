@@ -20,6 +20,7 @@ from dtmega.files.object_requests import (
     PART_BYTES,
     Unreachable,
     check_usable,
+    kind_of,
     open_store,
     reason,
     reported,
@@ -57,7 +58,8 @@ class ObjectFile:
             key: configuration key or option that gave the URL, for messages.
 
         Raises:
-            ValueError: the URL holds credentials, or the store does not answer.
+            ValueError: the URL holds credentials.
+            Unreachable: the store does not answer.
         """
         check_usable(url, key)
         file = cls(url, 0, "")
@@ -66,7 +68,7 @@ class ObjectFile:
         except Changed:
             return None
         except Unreachable as error:
-            raise ValueError(f"cannot open {error} ({key})") from None
+            raise type(error)(f"cannot open {error} ({key})") from None
         file.size, file.version = meta["size"], _version(meta)
         return file
 
@@ -131,7 +133,7 @@ class ObjectFile:
             # S3, Google and Azure answer with this error if a range lies past the end of the object.
             if "InvalidRange" in str(error):
                 raise Changed(f"{self.url} has been replaced since it was opened") from None
-            raise Unreachable(f"{self.url}: {reason(error)}") from None
+            raise kind_of(error)(f"{self.url}: {reason(error)}") from None
 
 
 def matching(pattern: str, key: str) -> list[str]:
@@ -142,7 +144,8 @@ def matching(pattern: str, key: str) -> list[str]:
         key: key or option that names the URL, for messages.
 
     Raises:
-        ValueError: the URL holds credentials, or the store does not answer.
+        ValueError: the URL holds credentials.
+        Unreachable: the store does not answer.
     """
     folder, _, wanted = pattern.rpartition("/")
     check_usable(folder, key)
@@ -151,7 +154,7 @@ def matching(pattern: str, key: str) -> list[str]:
         with reported():
             names = [entry["path"] for entry in store.list_with_delimiter()["objects"]]
     except Unreachable as error:
-        raise ValueError(f"cannot list {folder}: {error} ({key})") from None
+        raise type(error)(f"cannot list {folder}: {error} ({key})") from None
     return [f"{folder}/{name}" for name in names if fnmatchcase(name, wanted)]
 
 

@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
-from dtmega.files import optional_imports
+from dtmega.files import optional_imports, urls
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "adl", "azure", "abfs", "abfss")
 CONNECT_S = 10
 REQUEST_S = 30  # time limit for one response, including its body
 RETRY_S = 120  # after this time, a failed request is not retried
@@ -26,10 +24,23 @@ PART_BYTES = 8 * 2**20  # size of an upload's parts (at most 10,000 parts, 80 Gi
 class Unreachable(OSError):
     """Raised if a request to an object store still fails, or gets no answer, after several tries."""
 
+    exit_code = 76  # `STUCK` of `distributed/exit_codes.py`: run the command again
+
+
+class Denied(Unreachable):
+    """Raised if the store answers that the request is not allowed or not understood."""
+
+    exit_code = 2  # `REFUSED`: correct what the message names
+
+
+def at_start(error: Exception, message: str) -> OSError | ValueError:
+    """The error to raise if a run or command cannot start: an outage stays an `Unreachable`, with another message."""
+    return type(error)(message) if isinstance(error, Unreachable) else ValueError(message)
+
 
 def is_object_store(url: str) -> bool:
     """True if the URL's scheme belongs to an object store that obstore supports."""
-    return url.partition("://")[0] in SCHEMES and "://" in url
+    return url.partition("://")[0] in urls.OBJECT_STORES and "://" in url
 
 
 def check_usable(url: str, key: str) -> None:
@@ -40,19 +51,14 @@ def check_usable(url: str, key: str) -> None:
         key: key or option that names the URL, for the message.
 
     Raises:
-        ValueError: the URL holds credentials, a query or a fragment, which the message does not repeat; or obstore is
-            not installed.
+        ValueError: `urls.check` refuses the URL; or it is of an object store, and obstore is not installed.
     """
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    # Azure URLs name the container before the host: abfss://container@account.dfs.core.windows.net/run.
-    container = parts.scheme in ("abfs", "abfss") and ":" not in user
-    if (at and not container) or parts.query or parts.fragment:
-        raise ValueError(
-            f"{parts.scheme}://{host}{parts.path} is given with credentials or a query: expected a URL without them, "
-            f"and credentials in the environment ({key})"
-        )
-    optional_imports.check("obstore", "s3", f"{url} ({key})")
+    try:
+        urls.check(url)
+    except ValueError as error:
+        raise ValueError(f"{error} ({key})") from None
+    if is_object_store(url):
+        optional_imports.check("obstore", "s3", f"{url} ({key})")
 
 
 def open_store(url: str) -> Any:
@@ -88,7 +94,20 @@ def put_new(store: Any, key: str, data: bytes) -> None:
             if isinstance(error, AlreadyExistsError):
                 raise FileExistsError(f"{key} exists already") from None
             if not tries_left:
-                raise Unreachable(reason(error)) from None
+                raise kind_of(error)(reason(error)) from None
+
+
+def kind_of(error: Exception) -> type[Unreachable]:
+    """The class of the `Unreachable` to raise for an error of obstore."""
+    from obstore import exceptions
+
+    wrong_request = (
+        exceptions.InvalidPathError,
+        exceptions.PermissionDeniedError,
+        exceptions.UnauthenticatedError,
+        exceptions.UnknownConfigurationKeyError,
+    )
+    return Denied if isinstance(error, (*wrong_request, Denied)) else Unreachable
 
 
 def reason(error: Exception) -> str:
@@ -115,7 +134,7 @@ def reported() -> Iterator[None]:
         raise FileNotFoundError(reason(error)) from None
     # obstore's writers raise plain OSErrors, which quote the endpoint.
     except (BaseError, OSError) as error:
-        raise Unreachable(reason(error)) from None
+        raise kind_of(error)(reason(error)) from None
 
 
 def _client_options() -> dict[str, Any]:

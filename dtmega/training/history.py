@@ -4,8 +4,8 @@
     starts = read(run_dir)        # oldest first
     parts(starts)                 # the starts that wrote the steps in metrics.jsonl
 
-The lines are for people and for `dtmega report`; no run reads them. `config.toml` and the newest checkpoint describe
-only the last start.
+The lines are for people and for `dtmega report`. A run reads them only if it sees no checkpoint, to learn whether it
+has had one. `config.toml` and the newest checkpoint describe only the last start.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from dtmega import __version__
 from dtmega.distributed.exit_codes import MAX_STEP
 from dtmega.files import atomic
 from dtmega.files.untrusted_json import parse_object
+from dtmega.training.records.lines import parse_line
 
 NAME = "starts.jsonl"
 
@@ -129,6 +131,16 @@ def read(run_dir: Path) -> list[Start]:
     except OSError:
         return []
     return [*_starts(lines)]
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """Describe the last checkpoint that a killed run wrote or resumed from, by its records; '' if it had none."""
+    with suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        saves = [parse_line(line) or {} for line in file if b'"checkpoint"' in line]
+        if steps := [save["checkpoint"] for save in saves if "checkpoint" in save and "checkpoint_error" not in save]:
+            return f"a checkpoint of step {steps[-1]} (metrics.jsonl)"
+    *_, last = [None, *read(run_dir)]
+    return f"a checkpoint of step {last.step} ({NAME})" if last and last.step else ""
 
 
 def _starts(lines: Sequence[bytes]) -> Iterator[Start]:

@@ -254,7 +254,8 @@ def take_request(run_dir: Path, step: int) -> int:
         The number of steps to profile: the number in the file, or 1 for an empty file; 0 if there is no request.
     """
     path = run_dir / REQUEST
-    if not path.exists():
+    # Unlike Path.exists, os.path.exists raises no error if the file system fails for a moment (EIO, ESTALE, EACCES).
+    if not os.path.exists(path):
         return 0
     try:
         with path.open("rb") as file:

@@ -15,6 +15,7 @@ import torch
 
 from dtmega import config, families, mesh
 from dtmega.checkpoint import changes, found, resume, starting
+from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import START, Progress, State
@@ -174,6 +175,8 @@ def claim_run_directory(
             closing.callback(run_dir_claim.close)
             # exit.json is written after all other claims are released, and before the run directory is released.
             closing.enter_context(exit_status.recorded_in(run_dir, partial(resume.newest_of_run, run_dir)))
+            # The other claims make the folder of checkpoints, which may be missing because a disk is not mounted.
+            check_sees_checkpoints(cfg, exit_status.checkpoint)
             for claim in claims:
                 closing.callback(claim.close)
             paths = found.find_candidates(cfg, text.identity, settings.digest)
@@ -183,6 +186,28 @@ def claim_run_directory(
                 _, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
                 draw_schedule(cfg, settings.sizes["pp"], data_size)
     return found.CandidatePaths(**step.received)
+
+
+def check_sees_checkpoints(cfg: Config, newest: str) -> None:
+    """Refuse to begin anew if the run has had checkpoints and none is visible, as on a disk that is not mounted.
+
+    Args:
+        cfg: configuration of the run.
+        newest: the run's newest checkpoint by its `exit.json`; '' if the file is missing or names none.
+
+    Raises:
+        ValueError: the run directory names a checkpoint, and the folder of checkpoints has none.
+        Unreachable: the object store with the checkpoints does not answer.
+    """
+    root = resume.root_of(cfg)
+    if cfg.checkpoint.resume != "auto" or resume.finished(open_root(root)):
+        return
+    if recorded := newest or history.last_checkpoint(Path(cfg.run.dir)):
+        raise ValueError(
+            f"{cfg.run.dir} is of a run that had {recorded}, and {root} has no checkpoint: expected the folder where "
+            f"they are ([checkpoint] dir; is its disk mounted?); to start anew, keeping the old metrics beside the new "
+            f"ones: [checkpoint] resume = 'none'"
+        )
 
 
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> rank_log.RankLog:

@@ -344,6 +344,15 @@ def test_only_the_newest_finished_ones_stay_and_what_is_not_finished_does_not_co
     assert run.finished() == [10, 11]
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 0), (0, 1), (1, 0)])
+def test_with_keep_0_all_stay_also_at_a_start_whose_value_differs(root, before, now):
+    run = Run(root, keep=0)
+    for step in (1, 2, 3):
+        run.save(step)
+    Run(root, keep=now).checkpoints.purge_strays({"checkpoint": {"keep": before}})
+    assert run.finished() == [1, 2, 3]
+
+
 def test_the_one_that_the_command_names_stays(root):
     Run(root).save(5)
     run = Run(root, keep=1, resume=f"{root}/step-00000005")

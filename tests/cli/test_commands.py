@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -650,3 +651,48 @@ def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goe
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """The content of all files of a directory together."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+# Options with a text that is no path: names, and what the model reads.
+NO_PATHS = {
+    *("prompt", "tasks", "prefix", "dtype", "allow_nonfinite", "json_key", "set", "allow_missing", "memory", "reserve"),
+}
+
+
+def test_a_script_whose_urls_hold_credentials_is_not_translated(tmp_path, capsys):
+    script = tmp_path / "a.sh"
+    script.write_text("pretrain_gpt.py --num-layers 2 --save s3://u:SECRET@b/x\n")
+    assert command(["from-megatron", str(script)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "a URL in the command holds credentials" in said.err
+    assert "SECRET" not in said.err
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "train"])
+def test_every_path_of_a_command_is_checked(name: str):
+    parser = argparse.ArgumentParser()
+    commands.module_of(name).add_arguments(parser)
+    texts = {a.dest for a in parser._actions if a.type is None and a.nargs != 0 and a.choices is None}
+    assert texts <= NO_PATHS
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("tokenize --input a.txt --tokenizer bytes --output s3:/b/x", "--output: expected s3://b/x"),
+        ("tokenize --input a.txt --tokenizer bytes --output memory://b/x", "--output: expected a local path"),
+        ("convert --from hf a --to hf s3:/b/x", "--to: expected s3://b/x"),
+        ("report runs/a --output gs:/x.html", "--output: expected gs://x.html"),
+        ("generate memory://u:SECRET@h/x --prompt a", "RUN: memory://***@h/x is given with credentials"),
+        ("from-megatron https://SECRET@h/x", "source: https://***@h/x is given with credentials"),
+        ("generate runs/a --whatever s3://SECRET@h/x", "s3://***@h/x"),
+    ],
+)
+def test_paths_meant_as_urls_and_urls_with_credentials_are_refused_in_one_line(argv, words, capsys):
+    with pytest.raises(SystemExit):
+        command(argv.split())
+    said = capsys.readouterr().err
+    assert words in said
+    assert "SECRET" not in said
+    assert said.count("\n") == 1

@@ -762,3 +762,63 @@ def test_progress_is_counted_in_the_unit_of_the_schedule(unit: Any, expected: in
 
 def test_a_collective_gives_up_after_twice_the_time_in_which_a_hang_is_noticed():
     assert Run(timeout_s=7.0).collective_timeout_s() == 14.0
+
+
+PATHS = [
+    *("run.dir", "model.init_from", "data.path", "data.tokenizer", "lora.base_path", "train.kill_switch"),
+    *("checkpoint.resume", "checkpoint.dir", "pipeline.csv", "pipeline.draw", "model.path"),
+]
+
+
+@pytest.mark.parametrize("option", PATHS)
+def test_a_path_that_was_meant_as_a_url_is_refused_with_the_url(option: str):
+    with pytest.raises(ConfigError) as refused:
+        config.load(["--config", "hf.toml" if option == "model.path" else "bloom.toml", f"--{option}", "s3:/bkt/run"])
+    assert str(refused.value).startswith(f"--{option}: expected s3://bkt/run, or ./ before the name of a folder")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("mixture", ["--data.validation=['a=gs:/b']", "--data.validation=['a: 1 0:1 gs:/b']"])
+def test_so_is_one_in_a_mixture(mixture: str):
+    with pytest.raises(ConfigError, match=r"expected gs://b"):
+        config.load(["--config", "bloom.toml", mixture])
+
+
+def test_the_folders_of_a_run_are_local():
+    with pytest.raises(ConfigError, match=r"^--run.dir: expected a local path, got the URL s3://bkt/run$"):
+        config.load(["--config", "bloom.toml", "--run.dir", "s3://bkt/run"])
+
+
+TEXTS = [row for row in TABLE if row.values in ("str", "list of str", "str | list of str")]
+
+
+@pytest.mark.parametrize("row", TEXTS, ids=lambda row: row.option)
+@pytest.mark.parametrize("url", ["memory://user:SECRET@host/x", "https://SECRET@host/x"])
+def test_a_url_with_credentials_is_refused_for_every_key_and_not_repeated(tmp_path: Path, row: keys.Key, url: str):
+    listed = row.values == "list of str"
+    value = f'["{url}"]' if listed else f'"{url}"'
+    file, empty = tmp_path / "a.toml", tmp_path / "empty.toml"
+    file.write_text(f"[{row.section}]\n{row.key} = {value}\n")
+    empty.touch()
+    for argv in ([str(file), *row.family], [str(empty), row.option, value if listed else url, *row.family]):
+        with pytest.raises(ConfigError, match="expected no URL with credentials") as refused:
+            config.load(["--config", *argv])
+        assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["s3://u:SECRET@b/x"],
+        ["--config", "s3://u:SECRET@b/x"],
+        ["--config", "bloom.toml", "--run.dri", "s3://u:SECRET@b/x"],
+        ["--config", "bloom.toml", "--train.steps", "s3://u:SECRET@b/x"],
+        ["--config", "bad.toml"],
+    ],
+)
+def test_no_other_message_repeats_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text("[run]\ndir = s3://u:SECRET@b/x\n")
+    with pytest.raises(ConfigError) as refused:
+        config.load(argv)
+    assert "SECRET" not in str(refused.value)

@@ -18,6 +18,7 @@ import torch
 from dtmega.config import Batch, Data
 from dtmega.data import loader
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.rows import IGNORED, NextTokenRows, document_ids, position_ids
@@ -189,6 +190,23 @@ def test_neither_the_number_of_workers_nor_what_they_prefetched_is_seen_on_resum
     assert take(second, 6) == expected[3:]
     second.close()
     assert states() == generators
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_worker_that_is_killed_is_named(samples, monkeypatch, sending):
+    """Also where torch meets a broken connection, because the worker was sending a batch."""
+    batches = train_batches(samples, workers=1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    if sending:
+        monkeypatch.setattr(batches, "_iterator", map(os.close, [-1]))
+    expected = rf"data worker with process number {worker.pid} was killed by SIGKILL .*\[data\] num_workers"
+    with pytest.raises(DataLost, match=expected) as lost:
+        take(batches, 10)  # more than was prefetched
+    assert lost.value.is_temporary
+    batches.close()
 
 
 def test_resume_at_another_number_of_ranks_continues_at_the_same_sample(samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import itertools
@@ -95,6 +96,14 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 def traces(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "profiles").glob("*.json.gz"))
+
+
+def test_a_file_system_that_fails_for_a_moment_asks_for_no_profile(tmp_path, monkeypatch):
+    def fails(*args: object, **keywords: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "stat", fails)
+    assert take_request(tmp_path, 1) == 0
 
 
 def test_each_chosen_rank_and_no_other_leaves_one_trace(runs: dict[str, Path]):

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from dtmega.data.preparing.parts import Part
 from dtmega.data.preparing.text_files import BLANK_LINES
+from dtmega.files import urls
 from dtmega.files.object_requests import check_usable, is_object_store
 
 
@@ -21,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """A parser with one-line error messages. argparse's own parser would print ten lines of usage first."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {urls.masked(message)}\n")
 
 
 def with_joined_values(argv: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -102,17 +103,36 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return read
 
 
+def path(text: str) -> str:
+    """Check a path or a URL (`urls.check`)."""
+    return _usable(text, local=False)
+
+
+def local_path(text: str) -> str:
+    """Check a path of this machine (`urls.check`)."""
+    return _usable(text, local=True)
+
+
+def _usable(text: str, local: bool) -> str:
+    try:
+        return urls.check(text, local=local)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def prefix(text: str) -> str:
     """Parse the prefix of a corpus's files, `PREFIX.bin` and `PREFIX.idx`. The name of either file is also accepted.
 
     Raises:
-        argparse.ArgumentTypeError: the text names a folder or is a URL that holds credentials.
+        argparse.ArgumentTypeError: the text names a folder or is a URL that holds credentials or is of no object store.
     """
     if is_object_store(text):
         try:
             check_usable(text, "PREFIX")
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+    else:
+        local_path(text)
     text = text.removesuffix(".idx").removesuffix(".bin")
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dtmega.cli.commands.arguments import integer
+from dtmega.cli.commands.arguments import integer, local_path, path
 from dtmega.cli.commands.endings import explained
 from dtmega.distributed import exit_codes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pair: dict[str, Any] = {"nargs": 2, "required": True, "metavar": ("FORMAT", "PATH")}
+    pair: dict[str, Any] = {"nargs": 2, "type": path, "required": True, "metavar": ("FORMAT", "PATH")}
     parser.add_argument(
         "--from",
         dest="source",
@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", dest="target", help="format and path of the output; dtmega, hf or megatron", **pair)
     parser.add_argument(
-        "--config", default="", metavar="FILE", help="a TOML whose [model] describes the weights (required for dcp)"
+        "--config",
+        type=local_path,
+        default="",
+        metavar="FILE",
+        help="a TOML whose [model] describes the weights (required for dcp)",
     )
     parser.add_argument(
         "--vocab-size",
@@ -42,12 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default="", help="from dcp: prefix of the parameters' names, such as 'model.'")
     parser.add_argument(
         "--tokenizer",
+        type=local_path,
         default="",
         metavar="SPEC",
         help="to hf, or from megatron: a tokenizer.json, or a name as in [data] tokenizer (default: the source's)",
     )
     parser.add_argument(
         "--original",
+        type=path,
         default="",
         metavar="DIR",
         help="from a run on a Hugging Face model, or with frozen weights: the directory that it began with, if it has "

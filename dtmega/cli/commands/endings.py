@@ -1,7 +1,7 @@
 """The message and exit code for an error that ends a command.
 
 The exit code is 2 for errors that the user can correct, 1 for machine failures (such as a full disk), 3 for a damaged
-checkpoint, and 130 for Ctrl-C.
+checkpoint, 76 for an object store that does not answer, and 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename is not None else ""
         message = path + error.strerror if error.strerror else str(error)
-        return message, exit_codes.REFUSED if error.errno in WRONG_PATH else BROKEN
+        return message, getattr(error, "exit_code", exit_codes.REFUSED if error.errno in WRONG_PATH else BROKEN)
     return str(error), getattr(error, "exit_code", exit_codes.REFUSED)
 
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtmega.cli.commands.arguments import integer
+from dtmega.cli.commands.arguments import integer, local_path, path
 from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_of
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, optional_imports
@@ -21,10 +21,13 @@ LONGEST_NAME = 100  # maximum length of the task list in a file name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run directory (its newest checkpoint), or the folder of one checkpoint")
+    parser.add_argument(
+        "run", type=path, help="a run directory (its newest checkpoint), or the folder of one checkpoint"
+    )
     parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, separated by commas")
     parser.add_argument(
         "--include-path",
+        type=local_path,
         metavar="DIR",
         help="a folder with your own tasks as YAML files; if all --tasks are there, nothing is downloaded",
     )
@@ -38,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=integer(1), default=8, metavar="N", help="texts evaluated at a time (default %(default)s)"
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="JSON file for the scores (default: RUN/evaluations/step-STEP-TASKS.json)"
+        "--output",
+        type=local_path,
+        metavar="FILE",
+        help="JSON file for the scores (default: RUN/evaluations/step-STEP-TASKS.json)",
     )
     add_checkpoint_options(parser)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 
+from dtmega.cli.commands.arguments import path
 from dtmega.distributed import exit_codes
-from dtmega.files import console
+from dtmega.files import console, urls
 
 TAKES_FLAGS = ("--allow-missing",)  # options whose value may begin with a dash
 
@@ -18,6 +19,7 @@ TAKES_FLAGS = ("--allow-missing",)  # options whose value may begin with a dash
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
+        type=path,
         help="file of a launch script, which is read but never run, or a command in quotes",
     )
     parser.add_argument(
@@ -64,6 +66,9 @@ def command(args: argparse.Namespace) -> int:
     if args.number < 0:
         raise ValueError(f"--command {args.number}: expected a number from 1")
     translation = translate(args.source, given, args.allow_missing, args.original, args.number)
+    written = (translation.toml, *translation.notes, *translation.left_out, *translation.missing)
+    if any(map(urls.holds_credentials, written)):
+        raise ValueError("a URL in the command holds credentials: expected them in the environment")
     print(translation.toml, end="")
     for line in translation.notes:
         console.say(line)

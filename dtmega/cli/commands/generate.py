@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtmega.cli.commands.arguments import integer, number, temperature
+from dtmega.cli.commands.arguments import integer, local_path, number, path, temperature
 from dtmega.cli.commands.conversation import Conversation, print_on_first, talk
 from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_of
 from dtmega.distributed import exit_codes
@@ -34,12 +34,16 @@ STDIN = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
+        type=path,
         nargs="?",
         metavar="RUN",
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
     parser.add_argument(
-        "--run", metavar="PATH", help="the same as RUN; not under torchrun, which takes it for an option of its own"
+        "--run",
+        type=path,
+        metavar="PATH",
+        help="the same as RUN; not under torchrun, which takes it for an option of its own",
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -48,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text to continue, or - for stdin; for a BERT a text with [MASK] to fill. Can be repeated",
     )
-    parser.add_argument("--prompts", metavar="FILE", help="a file with one prompt per line, or - for stdin")
+    parser.add_argument(
+        "--prompts", type=local_path, metavar="FILE", help="a file with one prompt per line, or - for stdin"
+    )
     parser.add_argument(
         "--batch-size",
         type=integer(1),
@@ -65,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chat-template",
+        type=local_path,
         metavar="FILE",
         help="with --chat: a template instead of the tokenizer's own, the one that the model was trained with",
     )

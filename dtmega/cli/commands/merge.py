@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from dtmega.cli.commands.arguments import prefix
+from dtmega.cli.commands.arguments import path, prefix
 from dtmega.cli.commands.endings import write_output
 from dtmega.data.preparing import merge
 
@@ -16,6 +16,7 @@ from dtmega.data.preparing import merge
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
+        type=path,
         nargs="+",
         required=True,
         metavar="PREFIX",

@@ -15,7 +15,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtmega.cli.commands.arguments import integer, number
+from dtmega.cli.commands.arguments import integer, local_path, number
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, console
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group(
         "the run", "Any key of a run as --section.key value; `dtmega train --help SECTION` lists a section's keys."
     )
-    job.add_argument("--config", metavar="NAME", help="path of a TOML file, or a name under configs/")
+    job.add_argument("--config", type=local_path, metavar="NAME", help="path of a TOML file, or a name under configs/")
     job.add_argument(
         "--world", type=integer(1), metavar="N", help="number of ranks (default: the product of the mesh's sizes)"
     )
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--fabric",
+        type=local_path,
         default="",
         metavar="NAME",
         help="speeds, links and prices: a shipped fabric or a TOML file (default: h100-ib, cpu-gloo for CPUs)",
@@ -66,12 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument(
         "--calibrate",
+        type=local_path,
         metavar="FILE",
         help="plan nothing: measure this machine, with all processes of torchrun, and write the file for --fabric",
     )
     answer = parser.add_argument_group("the answer")
-    answer.add_argument("--json", metavar="FILE", help="also write everything as JSON")
-    answer.add_argument("--page", metavar="FILE", help="also write a page of the report (extra `report`)")
+    answer.add_argument("--json", type=local_path, metavar="FILE", help="also write everything as JSON")
+    answer.add_argument(
+        "--page", type=local_path, metavar="FILE", help="also write a page of the report (extra `report`)"
+    )
     search = parser.add_argument_group(
         "search", "Compare all layouts of --world ranks; keys given here stay as they are."
     )
@@ -79,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--top", type=integer(1), default=10, metavar="N", help="number of layouts to plan (default %(default)s)"
     )
-    search.add_argument("--write", metavar="FILE", help="write the best layout as a TOML that `train` accepts")
+    search.add_argument(
+        "--write", type=local_path, metavar="FILE", help="write the best layout as a TOML that `train` accepts"
+    )
 
 
 def command(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from dtmega.cli.commands.arguments import integer
+from dtmega.cli.commands.arguments import integer, local_path, path
 from dtmega.cli.commands.used import check_is_folder, startup_of
 
 TAKES_KEYS = True  # keys of the layout, and paths to the data
@@ -16,7 +16,7 @@ TAKES_KEYS = True  # keys of the layout, and paths to the data
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}; its layout as --mesh.* and --pipeline.* (default: the run's tp and cp)"
-    parser.add_argument("run", help="a run directory, which is only read")
+    parser.add_argument("run", type=path, help="a run directory, which is only read")
     parser.add_argument(
         "--step",
         type=integer(1),
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scratch",
+        type=local_path,
         metavar="DIR",
         help="an existing folder for temporary files, which processes on several machines must share (default: the "
         "system's)",

@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dtmega.cli.commands.arguments import local_path, path
 from dtmega.cli.commands.used import check_is_folder
 from dtmega.distributed import exit_codes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, such as runs/bloom; several are compared"
+        "runs", type=path, nargs="+", metavar="RUN", help="run directory, such as runs/bloom; several are compared"
     )
     default = "report.html in the run directory; for several runs, report-with-OTHERS.html in the first one"
-    parser.add_argument("--output", metavar="FILE", help=f"page to write (default: {default})")
+    parser.add_argument("--output", type=local_path, metavar="FILE", help=f"page to write (default: {default})")
 
 
 def command(args: argparse.Namespace) -> int:

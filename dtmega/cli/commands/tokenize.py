@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from dtmega.cli.commands.arguments import encoding, integer, part, places_to_cut, prefix, role
+from dtmega.cli.commands.arguments import encoding, integer, local_path, part, places_to_cut, prefix, role
 from dtmega.cli.commands.endings import write_output
 from dtmega.data.preparing import conversations, tokenize
 from dtmega.data.preparing.input_files import KINDS
@@ -24,6 +24,7 @@ from dtmega.data.tokenizers.rendering import ALL, ASSISTANT, LAST
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
+        type=local_path,
         nargs="+",
         required=True,
         metavar="PATH",
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
+        type=local_path,
         required=True,
         metavar="SPEC",
         help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a tiktoken name (gpt2), or a file",
@@ -102,6 +104,7 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--chat-template",
+        type=local_path,
         metavar="FILE",
         help="the tokenizer's chat template with {%% generation %%} markers, which must make the same text; or any "
         f"template if the tokenizer has none ({TURNS}: the shipped one, which dtmega's own tokenizers have)",

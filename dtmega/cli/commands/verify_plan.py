@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dtmega.cli.commands.arguments import integer
+from dtmega.cli.commands.arguments import integer, local_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="model directory with a config.json; weights are not needed")
+    parser.add_argument("directory", type=local_path, help="model directory with a config.json; weights are not needed")
     axes = parser.add_mutually_exclusive_group()
     axes.add_argument(
         "--tp",

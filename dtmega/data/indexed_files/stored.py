@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.files.object_file import Changed, ObjectFile
-from dtmega.files.object_requests import Unreachable
+from dtmega.files.object_requests import Unreachable, at_start
 
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
@@ -38,11 +38,11 @@ _here = threading.local()
 
 
 class DataLost(OSError):
-    """Raised if tokens that a run needs cannot be read from an object store.
+    """Raised if tokens that a run needs cannot be read from an object store, or if a data worker has died.
 
     Attributes:
-        is_temporary: whether the store just did not answer, so that the run can continue later. Otherwise, the object
-            has been replaced or deleted since the run began.
+        is_temporary: whether the store just did not answer, or the worker was killed, so that the run can continue
+            later. Otherwise, the object has been replaced or deleted since the run began, or the worker has failed.
     """
 
     def __init__(self, reason: str, is_temporary: bool) -> None:
@@ -70,7 +70,8 @@ class StoredPair(NamedTuple):
         """Open the objects PREFIX.idx, PREFIX.bin and PREFIX.meta.json.
 
         Raises:
-            ValueError: the URL holds credentials, the store does not answer, or the .idx or the .bin is missing.
+            ValueError: the URL holds credentials, or the .idx or the .bin is missing.
+            Unreachable: the store does not answer.
         """
         idx, tokens = (ObjectFile.open(f"{prefix}{suffix}", KEY) for suffix in (".idx", ".bin"))
         if idx is None or tokens is None:
@@ -85,7 +86,7 @@ class StoredPair(NamedTuple):
         try:
             return cls(idx, tokens, bytes(about.read([(0, min(about.size, MAX_RECORD_BYTES + 1))])[0]))
         except (Changed, Unreachable) as error:
-            raise ValueError(f"cannot open {error} ({KEY})") from None
+            raise at_start(error, f"cannot open {error} ({KEY})") from None
 
     def object(self, suffix: str) -> ObjectFile:
         """The object with the suffix ".idx" or ".bin"."""
@@ -95,12 +96,13 @@ class StoredPair(NamedTuple):
         """Read byte ranges (start, stop) of .idx or .bin in one batch, while the data set is being opened.
 
         Raises:
-            ValueError: the store does not answer, or the object has changed.
+            ValueError: the object has changed.
+            Unreachable: the store does not answer.
         """
         try:
             return self.object(suffix).read(ranges)
         except (Changed, Unreachable) as error:
-            raise ValueError(f"cannot open {error} ({KEY})") from None
+            raise at_start(error, f"cannot open {error} ({KEY})") from None
 
     @property
     def index_path(self) -> Path:
@@ -119,8 +121,8 @@ class StoredPair(NamedTuple):
             anew: whether to download the .idx although the cache has it.
 
         Raises:
-            ValueError: the store does not answer, the .idx has changed since it was opened, or the cache is not
-                writable.
+            ValueError: the .idx has changed since it was opened, or the cache is not writable.
+            Unreachable: the store does not answer.
         """
 
         def pieces() -> Iterator[NDArray[Any]]:
@@ -138,7 +140,7 @@ class StoredPair(NamedTuple):
                 return np.zeros(0, np.uint8)
             return np.asarray(np.memmap(path, np.uint8, "r", shape=(self.idx.size,)))
         except OSError as error:
-            raise ValueError(f"cannot open {self.idx.url}: {error} ({KEY})") from None
+            raise at_start(error, f"cannot open {self.idx.url}: {error} ({KEY})") from None
 
 
 class StoredTokens:

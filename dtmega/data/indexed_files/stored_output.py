@@ -44,7 +44,8 @@ def is_there(path: str) -> bool:
     """True if a file, a link (even if broken) or an object with this name exists.
 
     Raises:
-        ValueError: the URL holds credentials, or the store does not answer.
+        ValueError: the URL holds credentials.
+        Unreachable: the store does not answer.
     """
     return ObjectFile.open(path, KEY) is not None if is_object_store(path) else os.path.lexists(path)
 
@@ -53,7 +54,8 @@ def check_free(prefix: str, overwrite: bool) -> None:
     """Check that no token files would be replaced, unless `overwrite` is True. What a killed writer left is removed.
 
     Raises:
-        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False; or the object store cannot be used.
+        ValueError: PREFIX.bin or PREFIX.idx exists, and `overwrite` is False.
+        Unreachable: the object store does not answer.
     """
     # A killed upload leaves a .bin without an .idx, which may be replaced.
     suffixes = (".idx",)
@@ -72,7 +74,8 @@ class StoredPairFiles(PairFiles):
         prefix: URL of the objects without their suffixes.
 
     Raises:
-        ValueError: the URL holds credentials, or the store does not answer.
+        ValueError: the URL holds credentials.
+        Unreachable: the store does not answer.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -106,7 +109,7 @@ class StoredPairFiles(PairFiles):
                         if self._found() == self._mine:
                             self._delete("writing")
         except Unreachable as error:
-            raise Unreachable(f"{self._url}: {error} ({KEY})") from None
+            raise type(error)(f"{self._url}: {error} ({KEY})") from None
 
     def discard(self) -> None:
         """Delete the files in the temp folder."""

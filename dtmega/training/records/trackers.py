@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dtmega.config import Config
-from dtmega.files import atomic, console, optional_imports
+from dtmega.files import atomic, console, optional_imports, urls
 from dtmega.files.untrusted_json import read_object
 
 FILE = "trackers.json"
@@ -41,13 +41,10 @@ MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
-MASK = "***"
 # Matches the names of keys with secret values, but not the names "tokens" and "tokenizer".
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
-URL_USER = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
-URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
 
 
 class Row(NamedTuple):
@@ -182,13 +179,12 @@ class Trackio:
 def masked(value: Any) -> Any:
     """Mask secrets in a configuration: values of keys with names such as "password", and credentials in URLs."""
     if isinstance(value, Mapping):
-        return {key: MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
+        return {key: urls.MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
         return [masked(inside) for inside in value]
     if not isinstance(value, str):
         return value
-    without_user = URL_USER.sub(rf"\1{MASK}@", value)
-    return URL_QUERY.sub(rf"\1{MASK}", without_user)
+    return urls.masked(value)
 
 
 def _nothing(*words: object, **options: object) -> None:
