@@ -104,8 +104,12 @@ def test_what_cannot_have_an_adapter_is_refused_by_name(targets: list[str], word
     assert str(refused.value).endswith("([lora] targets)")
 
 
-# Every family, and a Llama with all that it can have beside.
-LEARNING = {**layouts.FAMILIES, "qwen": layouts.FAMILIES["llama"] | layouts.QWEN}
+# Every family, a Llama with all that it can have beside, and a mixture whose routers' losses are of two layers.
+LEARNING = {
+    **layouts.FAMILIES,
+    "qwen": layouts.FAMILIES["llama"] | layouts.QWEN,
+    "routers": layouts.FAMILIES["moe"] | {"model.dense_layers": 0},
+}
 
 
 def proofs(n: int) -> dict[str, str]:

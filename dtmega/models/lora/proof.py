@@ -72,9 +72,8 @@ def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
     missing: list[str] = []
     for ending in (B, A):
         clone.zero_grad()
-        for total in clone(**rows).values():
-            if total.requires_grad:
-                total.backward(retain_graph=True)
+        totals = [total for total in clone(**rows).values() if total.requires_grad]
+        torch.autograd.backward(totals, [torch.ones_like(total) for total in totals])  # routers have one for each layer
         for name, parameter in adapters(clone):
             gradient = parameter.grad
             if name.endswith(ending) and (gradient is None or not bool(local(gradient).any())):

@@ -24,12 +24,13 @@ GPT2 = Asked(Case("gpt2"), "linears", ("c_attn", "attn.c_proj", "c_fc", "mlp.c_p
 # A projection in two parts whose heads share keys, and a fused one.
 PACKED = Asked(Case("phi3", tied=False), "linears", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
 BIGCODE = Asked(Case("gpt_bigcode"), "linears", ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"))
-EVERYWHERE = {"tp 2": [LLAMA, GPT2], "pp 2": [GEMMA], "dp 2": [MIXTRAL]}
+EVERYWHERE = {"tp 2": [LLAMA, GPT2], "pp 2": [GEMMA], "dp 2, ep 2": [MIXTRAL]}
 EVERY = [LLAMA, GEMMA, MIXTRAL, GPT2, PACKED, BIGCODE]
 REPEATING = {
     "tp 2": [GEMMA, MIXTRAL, PACKED, BIGCODE],
     "pp 2": [LLAMA],
-    "dp 2": [LLAMA, GEMMA],
+    "dp 2": [LLAMA, GEMMA, MIXTRAL],
+    "dp 4, ep 2": [MIXTRAL],
     "HSDP 2 x 2": [LLAMA, GEMMA, MIXTRAL],
     "tp 2 x dp 2": EVERY,
     "tp 2 x dp 2, recompute": [LLAMA, MIXTRAL],
