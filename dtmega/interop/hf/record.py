@@ -24,7 +24,7 @@ from dtmega.interop.hf.directory import initial_values, read_config
 from dtmega.interop.hf.expert_parallel import send_to_experts
 from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, OVER_EP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
-from dtmega.interop.hf.files.peft import TheirLayer, TheirLayers
+from dtmega.interop.hf.files.peft import CAUSAL_LM, TheirLayer, TheirModel
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
@@ -35,6 +35,7 @@ from dtmega.mesh import World
 from dtmega.models import count
 from dtmega.models.family import check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
+from dtmega.models.lora import linears
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
 from dtmega.ops import host
@@ -171,10 +172,13 @@ class Transformers:
     def folder(self, path: Path, model: config.Model) -> Source:
         raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
 
-    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+    def their_model(self, model: config.Model, layers: Collection[str]) -> TheirModel:
         with torch.device("meta"):
-            modules = [name for name, module in HF(model).hf.named_modules() if hasattr(module, "weight")]
-        return {name: TheirLayer(name) for name in layers}, modules
+            whole = HF(model)
+        known = linears(whole)
+        theirs = {name: TheirLayer(name, transposed=known[name].transposed) for name in layers}
+        modules = [name for name, _ in whole.hf.named_modules()]
+        return TheirModel(whole.hf.config.model_type, CAUSAL_LM, theirs, modules)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")

@@ -72,7 +72,6 @@ def test_four_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
 # peft asks transformers 5 for what is called otherwise there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_four_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
-    pytest.importorskip("peft")
     directories, _ = lora_train.truths([LLAMA])
     plain = lora_train.truth(directories[LLAMA], LLAMA)
     theirs = lora_train.plain_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends), LLAMA.steps)
