@@ -57,7 +57,7 @@ WHOLE_SEQUENCES = {
 }
 
 # Family in which conversations cannot share a row ([data] pack) -> reason. For every other family, a run checks at
-# startup that attention restarts wherever positions restart (`packing_proof.py`).
+# startup that attention restarts wherever positions restart (`rows_proof.py`).
 DOES_NOT_PACK = {
     "bloom": "its class takes no positions (name = 'bloom' with init_from trains the same model)",
     "opt": "its mask ignores the positions",
