@@ -62,7 +62,7 @@ tests:
 test-extras: .venv/installed-extras
 	.venv/bin/python tools/check_extras.py
 	.venv/bin/pytest tests/report/test_page.py tests/report/test_browser.py tests/training/records/test_trackers.py tests/inference/test_lm_eval_harness.py \
-		tests/launch tests/test_notebook.py tests/test_lora.py tests/interop/hf/test_lora.py tests/interop/megatron/test_core_ranks.py
+		tests/launch tests/test_notebook.py tests/interop/megatron/test_core_ranks.py
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full
@@ -93,7 +93,7 @@ bench: .venv/installed-bench
 
 # Variables, because make would split the lists at their commas inside $(call ...).
 BENCH_EXTRAS = bench,report
-TEST_EXTRAS = bench,browser,eval,kubeflow,mlflow,notebook,peft,ray,s3,test,trackio,wandb
+TEST_EXTRAS = bench,browser,eval,kubeflow,mlflow,notebook,ray,s3,test,trackio,wandb
 
 # A stamp file that is newer than its sources makes the second call instant. A killed install leaves no stamp.
 .venv/installed: pyproject.toml constraints.txt

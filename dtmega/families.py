@@ -28,7 +28,7 @@ from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.interop.hf.files import config_json, ours
 from dtmega.interop.hf.files import export as hf_export
-from dtmega.interop.hf.files.peft import TheirLayers, layers_of
+from dtmega.interop.hf.files.peft import TheirModel, their_model
 from dtmega.interop.hf.names import bert as bert_names
 from dtmega.interop.hf.names import bloom as bloom_names
 from dtmega.interop.hf.names import gpt as gpt_names
@@ -172,8 +172,8 @@ class BuiltInFamily:
         plain_config, theirs = self.as_stored("hf", source, model)
         hf_export.export(theirs, folder, plain_config, None, tokenizer, **options)
 
-    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
-        return layers_of(self.form(model, "hf"), model, self.model, layers)
+    def their_model(self, model: config.Model, layers: Collection[str]) -> TheirModel:
+        return their_model(self.form(model, "hf"), model, self.model, layers)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         return as_ours(source, self.form(model, program), model, self.model, where)

@@ -230,7 +230,8 @@ def test_adapters_for_peft_and_the_merged_directory_give_the_same_logits(name: s
 # peft asks transformers 5 for what is called otherwise there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_itself_loads_the_adapters_of_each_layout():
-    peft = pytest.importorskip("peft")
+    import peft
+
     for name in EXPORTED:
         base = transformers.AutoModelForCausalLM.from_pretrained(exported()["base"], dtype=torch.float32)
         theirs = peft.PeftModel.from_pretrained(base, str(exported()[f"{name}, peft"])).eval()

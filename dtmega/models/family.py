@@ -159,8 +159,8 @@ class Family(Protocol):
         """
         ...
 
-    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[Any, list[str]]:
-        """Find the given layers' counterparts in the transformers model and list the names of all its modules.
+    def their_model(self, model: config.Model, layers: Collection[str]) -> Any:
+        """Describe the transformers model onto which peft loads the adapters of the given layers (a `TheirModel`).
 
         Raises:
             ValueError: transformers joins several of the layers into one layer or does not have this model.

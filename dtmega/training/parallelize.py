@@ -100,8 +100,10 @@ def _prove_adapters(cfg: config.Config, world: World, whole: Model) -> None:
     family, tp = families.of(cfg.model), world.tp.size()
     lora = cfg.lora.model_copy(update={"targets": lora_proof.everywhere(targets(whole, cfg.lora.targets))})
     length = {"seq_len": 8 * tp, "decoder_seq_len": 8 * tp}
+    # Each rank has the clone's whole sequences and all its experts, so that the ranks need not have the same tokens.
+    whole_of = {"data": cfg.data.model_copy(update=length), "mesh": cfg.mesh.model_copy(update={"cp": 1, "ep": 1})}
     with torch.device("meta"):
-        small, clone = family.clone(cfg.model_copy(update={"data": cfg.data.model_copy(update=length)}), tp)
+        small, clone = family.clone(cfg.model_copy(update=whole_of), tp)
         attach(clone, lora.model_copy(update={"base": "float32"}))
     alone = dataclasses.replace(world, sizes={**world.sizes, "cp": 1})
     family.cut(small, clone, alone)

@@ -29,6 +29,7 @@ from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.lora import draw_adapters, is_adapter, transposed_layers
+from dtmega.models.lora import proof as lora_proof
 from dtmega.models.model import Model
 from dtmega.models.routing import Loads
 from dtmega.ops import optim, ranges
@@ -57,6 +58,7 @@ class ShardedModel:
         exact: gradients, added up as fixed-point integers ([run] exact); None if they are reduced in floating point.
         matrices: weights that Muon trains; None if the optimizer is not Muon.
         loads: loads of the model's experts.
+        unproven: names of this rank's matrices of adapters that have had no gradient yet.
         on_reduce: function called after backward, before the remaining gradients are reduced over ranks.
     """
 
@@ -79,6 +81,7 @@ class ShardedModel:
         self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
         self.loads = Loads()
+        self.unproven = [name for name, _ in self.named_parameters() if is_adapter(name)]
 
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters.
@@ -163,6 +166,9 @@ class ShardedModel:
         # of the other stages that use the parameter.
         for tied in self.tied:
             tied.sum_gradients()
+        if self.unproven:
+            groups, device = [self.world.groups[name] for name in ("fsdp", "tp")], self.world.device
+            self.unproven = lora_proof.without_gradient(self.unproven, dict(self.named_parameters()), groups, device)
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
@@ -222,14 +228,9 @@ class ShardedModel:
 
         AdamW would skip a parameter without a gradient. The parameter's decay and moments would then depend on which
         tokens and layers the rank has. Frozen parameters remain without a gradient.
-
-        Raises:
-            RuntimeError: an adapter has no gradient, because nothing calls its linear layer.
         """
-        for name, parameter in self.named_parameters():
+        for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
-                if is_adapter(name):
-                    raise RuntimeError(f"no gradient has come to '{name}', so that it would not learn ([lora] targets)")
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from dtmega import config, families, mesh
 from dtmega.models import lora
@@ -15,6 +17,7 @@ from dtmega.models.llama import MLP
 from dtmega.models.lora import linears
 from dtmega.models.lora import proof as lora_proof
 from dtmega.models.trainable import elements
+from dtmega.ops import optim
 from dtmega.ops.cpu import linear
 from dtmega.plans import adapters
 from dtmega.training import parallelize
@@ -105,8 +108,12 @@ def test_what_cannot_have_an_adapter_is_refused_by_name(targets: list[str], word
     assert str(refused.value).endswith("([lora] targets)")
 
 
-# Every family, and a Llama with all that it can have beside.
-LEARNING = {**layouts.FAMILIES, "qwen": layouts.FAMILIES["llama"] | layouts.QWEN}
+# Every family, a Llama with all that it can have beside, and a mixture whose routers' losses are of two layers.
+LEARNING = {
+    **layouts.FAMILIES,
+    "qwen": layouts.FAMILIES["llama"] | layouts.QWEN,
+    "routers": layouts.FAMILIES["moe"] | {"model.dense_layers": 0},
+}
 
 
 def proofs(n: int) -> dict[str, str]:
@@ -232,3 +239,43 @@ def test_an_adapter_that_would_learn_only_without_tp_is_refused_by_every_rank_of
     right, wrong = said[0]
     assert right == ""
     assert wrong.startswith("no gradient comes to layers.0.attn.q.lora_b, layers.0.attn.k.lora_b") == ("tp" in mesh)
+
+
+def without_a(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A layer with an adapter whose first matrix gets no gradient."""
+    return type(module).forward(module, x) + F.linear(F.linear(x, module.lora_a.detach()), module.lora_b)
+
+
+def trained(sizes: dict[str, int]) -> list[list[str]]:
+    """What three steps say of a model as it is, and of one in which a layer bypasses its adapter, or a half of it."""
+    said = []
+    for forward in (None, nn.Linear.forward, without_a):
+        batch = {"micro_batch_size": 1, "global_batch_size": 2}
+        cfg = configured({"rank": 2}, {"name": "llama", **SMALL}, mesh=sizes, batch=batch)
+        world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, dist.get_world_size()))
+        model = parallelize.parallelize(cfg, world)
+        (stage,) = model.stages.values()
+        model.draw(1)
+        lora.draw_adapters(stage, 1)
+        layer: Any = stage.get_submodule("layers.1.mlp.up")
+        if forward is not None:
+            layer.forward = forward.__get__(layer)
+        optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
+        rows = lora_proof.blank_to_text(model.objective.blank(cfg.data, 1), cfg.model.vocab_size)
+        words = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            words.append(ranks.message(model.forward_backward, [rows], {"tokens": 2.0}, error=RuntimeError))
+            optimizer.step()
+        said.append(words)
+    return said
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}])
+def test_an_adapter_without_a_gradient_ends_the_run_on_every_rank_as_soon_as_it_should_have_one(sizes: dict[str, int]):
+    right, message = "nothing was raised", "no gradient has come to 'layers.1.mlp.up.lora_{}', so that it would not"
+    for learning, bypassed, half in ranks.run(2, trained, sizes):
+        assert learning == [right] * 3
+        assert all(words.startswith(message.format("b")) for words in bypassed)
+        assert half[0] == right
+        assert half[1].startswith(message.format("a"))

@@ -138,14 +138,14 @@ def _write_adapters(
         model: the [model] section, with the current path of the model's directory.
     """
     folder = Path(args.target[1])
-    layers, modules = family.their_layers(model, adapters.layers)
+    theirs = family.their_model(model, adapters.layers)
     if not is_hf_folder(adapters.base):
         print(
             f"{adapters.base} is the base, a checkpoint of dtmega; peft needs it as a folder of transformers: "
             f"dtmega convert --from dtmega {adapters.base} --to hf DIR"
         )
     files = card.texts(None, source.rows, name=folder.name)
-    write_peft(folder, adapters, layers, modules, files)
+    write_peft(folder, adapters, theirs, files)
 
 
 def _write_for_megatron(

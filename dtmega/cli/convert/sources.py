@@ -101,7 +101,7 @@ def _adapters(checkpoint: Checkpoint, weights: Source) -> Adapters | None:
     if not isinstance(weights, Merged) or not weights.layers:
         return None
     lora = config.Lora.model_validate(state_of(checkpoint).config["lora"])
-    return Adapters(Weights(checkpoint), weights.layers, lora, weights.path, weights.base.transposed)
+    return Adapters(Weights(checkpoint), weights.layers, lora, weights.path)
 
 
 def _from_dcp(name: str, args: argparse.Namespace) -> ConversionSource:

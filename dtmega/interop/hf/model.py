@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.whole import aliases
 from dtmega.interop.hf import context as over_cp
-from dtmega.interop.hf import families
+from dtmega.interop.hf import families, rope
 from dtmega.interop.hf.directory import build, initial_values, read_config
 from dtmega.interop.hf.expert_parallel import experts_of
 from dtmega.models.model import Model
@@ -81,6 +81,7 @@ class HF(Model):
         self.cfg = cfg
         self.is_clone = small_config is not None
         self.hf: Any = build(small_config or read_config(cfg.directory))
+        rope.choose_by_conversation(self.hf)
         self.is_first = self.is_last = True
         self.longest = longest(self.hf.config)
         facts = families.KNOWN.get(self.hf.config.model_type)

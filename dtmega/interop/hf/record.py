@@ -19,12 +19,12 @@ from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
-from dtmega.interop.hf import context_proof, packing_proof, resolve
+from dtmega.interop.hf import context_proof, resolve, rope
 from dtmega.interop.hf.directory import initial_values, read_config
 from dtmega.interop.hf.expert_parallel import send_to_experts
 from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, OVER_EP, WHOLE_SEQUENCES
 from dtmega.interop.hf.files import export, theirs
-from dtmega.interop.hf.files.peft import TheirLayer, TheirLayers
+from dtmega.interop.hf.files.peft import CAUSAL_LM, TheirLayer, TheirModel
 from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
@@ -35,6 +35,7 @@ from dtmega.mesh import World
 from dtmega.models import count
 from dtmega.models.family import check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
+from dtmega.models.lora import linears
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
 from dtmega.ops import host
@@ -107,6 +108,7 @@ class Transformers:
         if _packs(cfg) and (kind in DOES_NOT_PACK or not whole.takes_positions):
             why = DOES_NOT_PACK.get(kind, "its class takes no positions")
             raise ValueError(f"conversations of '{kind}' cannot share a row: {why}; expected pack=false ([data] pack)")
+        _check_lengths_of_rope(whole.hf.config, cfg, sizes)
         if cfg.mesh.ep > 1 and (kind not in OVER_EP or sizes["tp"] > 1):
             raise ValueError(
                 f"ep={cfg.mesh.ep} divides experts of {', '.join(OVER_EP)} without tp, not those of '{kind}' with "
@@ -134,14 +136,16 @@ class Transformers:
         return attends_by_heads(cfg, cfg.model.n_heads, n_kv_heads, sizes)
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
+        asks = _packs(cfg) or any(world.sizes[axis] > 1 for axis in ("cp", "pp", "tp"))
+        if asks and not stage.is_clone and not host.must_skip("rows are proven at the start of a run, not here"):
+            from dtmega.interop.hf import rows_proof
+
+            rows_proof.prove(stage.hf, world.device, _packs(cfg))
         if world.sizes["cp"] > 1:
             ranks = ContextParallel(world.groups["cp"], self.attends_by_heads(cfg, world.sizes))
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
-        check = "packed conversations are proven at the start of a run, not here"
-        if _packs(cfg) and not stage.is_clone and not host.must_skip(check):
-            packing_proof.prove(stage.hf, world.device)
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
         if cfg.mesh.ep > 1:
             for module in stage.experts():
@@ -171,10 +175,13 @@ class Transformers:
     def folder(self, path: Path, model: config.Model) -> Source:
         raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
 
-    def their_layers(self, model: config.Model, layers: Collection[str]) -> tuple[TheirLayers, list[str]]:
+    def their_model(self, model: config.Model, layers: Collection[str]) -> TheirModel:
         with torch.device("meta"):
-            modules = [name for name, module in HF(model).hf.named_modules() if hasattr(module, "weight")]
-        return {name: TheirLayer(name) for name in layers}, modules
+            whole = HF(model)
+        known = linears(whole)
+        theirs = {name: TheirLayer(name, transposed=known[name].transposed) for name in layers}
+        modules = [name for name, _ in whole.hf.named_modules()]
+        return TheirModel(whole.hf.config.model_type, CAUSAL_LM, theirs, modules)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
@@ -201,6 +208,25 @@ def _packs(cfg: config.Config) -> bool:
     return cfg.data.objective == "conversations" and cfg.data.pack
 
 
+def _check_lengths_of_rope(hf_config: Any, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+    """Raise an error if a rank does not know the length of a conversation that decides about rotary frequencies.
+
+    Raises:
+        ValueError: rows may be longer than longrope's original length, and cp divides them, or padding lengthens the
+            only conversation of a row.
+    """
+    original = rope.original_length(hf_config)
+    if original is None or cfg.data.seq_len <= original:
+        return
+    cure = "cp=1 ([mesh] cp)" if sizes["cp"] > 1 else "pack=true ([data] pack)"
+    if sizes["cp"] > 1 or (cfg.data.objective == "conversations" and not cfg.data.pack):
+        raise ValueError(
+            f"rope_type='longrope' of '{hf_config.model_type}' chooses frequencies by the length of a whole "
+            f"conversation: expected seq_len up to original_max_position_embeddings={original}, got "
+            f"seq_len={cfg.data.seq_len} ([data] seq_len), or {cure}"
+        )
+
+
 def _always_fp32(hf: Any, name: str) -> bool:
     """True if transformers keeps this tensor in float32, regardless of the parameters' dtype."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())
@@ -221,21 +247,3 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
         )
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
-    for rope in _rope_parameters(hf_config):
-        # With rope_type='longrope', the largest position in a forward pass determines the frequencies, and the ranks'
-        # largest positions differ.
-        original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope" and original and cfg.data.seq_len > original:
-            raise ValueError(
-                f"rope_type='longrope' looks at the positions of whole sequences: expected seq_len up to "
-                f"original_max_position_embeddings={original} or cp=1, got seq_len={cfg.data.seq_len} ([data] seq_len, "
-                f"[mesh] cp)"
-            )
-
-
-def _rope_parameters(hf_config: Any) -> list[dict[str, Any]]:
-    """A config's `rope_parameters`, followed by the nested dict (if any) for each kind of layer."""
-    rope = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(rope, dict):
-        return []
-    return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]

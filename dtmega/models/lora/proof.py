@@ -1,22 +1,24 @@
-"""Check, when a run starts, that every adapter learns: train a small copy of the model with the run's sharding.
+"""Check that every adapter learns: in a small copy of the model when a run starts, and in the run's first steps.
 
 If a model uses a layer's weight without calling the layer, or replaces the layer's forward, the layer's adapter does
-not train, and no error occurs. This check detects such adapters. B starts at zero, so A has no gradient in the first
+not train, and no error occurs. These checks detect such adapters. B starts at zero, so A has no gradient in the first
 step. Each B must have a nonzero gradient in the first step, and each A in the second step.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.models.initial import draw
 from dtmega.models.lora import A, B, adapters, draw_adapters, is_adapter
 from dtmega.models.model import Model
+from dtmega.ops import host
 from dtmega.ops.shards import local
 
 HEAD_DIM = 8  # size of the small copy's attention heads
@@ -72,9 +74,8 @@ def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
     missing: list[str] = []
     for ending in (B, A):
         clone.zero_grad()
-        for total in clone(**rows).values():
-            if total.requires_grad:
-                total.backward(retain_graph=True)
+        totals = [total for total in clone(**rows).values() if total.requires_grad]
+        torch.autograd.backward(totals, [torch.ones_like(total) for total in totals])  # routers have one for each layer
         for name, parameter in adapters(clone):
             gradient = parameter.grad
             if name.endswith(ending) and (gradient is None or not bool(local(gradient).any())):
@@ -83,6 +84,46 @@ def unlearning(clone: Model, rows: Mapping[str, Tensor]) -> list[str]:
                 with torch.no_grad():
                     local(parameter).sub_(local(gradient), alpha=RATE)
     return missing
+
+
+def without_gradient(
+    names: Sequence[str],
+    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+) -> list[str]:
+    """Check, in a step of a run, that adapters get gradients. A parameter that nothing uses has a gradient of zeros.
+
+    Args:
+        names: names of the adapters' matrices to check, the same on all ranks of the groups.
+        parameters: this rank's parameters with their gradients, keyed by name.
+        groups: groups over which the parameters are sharded.
+        device: device of the groups' collectives.
+
+    Returns:
+        The names of the matrices A that have no gradient, because their B is still zero.
+
+    Raises:
+        RuntimeError: an adapter gets no gradient. All ranks of the groups raise the error.
+    """
+    if host.must_skip("that every adapter gets a gradient is checked in a run, not here"):
+        return []
+    gets, is_set = [], []
+    for name in names:
+        gradient = parameters[name].grad
+        assert gradient is not None
+        gets.append(local(gradient).any())
+        is_set.append(local(parameters[name.removesuffix(A).removesuffix(B) + B].detach()).any())
+    found = torch.stack([*gets, *is_set]).to(device, torch.int32).view(2, -1)
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    unproven = []
+    for name, got, b_is_set in zip(names, *host.read(found).tolist(), strict=True):
+        if not got and (b_is_set or name.endswith(B)):
+            raise RuntimeError(f"no gradient has come to '{name}', so that it would not learn ([lora] targets)")
+        if not got:
+            unproven.append(name)
+    return unproven
 
 
 @torch.no_grad()

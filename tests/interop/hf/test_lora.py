@@ -24,12 +24,13 @@ GPT2 = Asked(Case("gpt2"), "linears", ("c_attn", "attn.c_proj", "c_fc", "mlp.c_p
 # A projection in two parts whose heads share keys, and a fused one.
 PACKED = Asked(Case("phi3", tied=False), "linears", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
 BIGCODE = Asked(Case("gpt_bigcode"), "linears", ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"))
-EVERYWHERE = {"tp 2": [LLAMA, GPT2], "pp 2": [GEMMA], "dp 2": [MIXTRAL]}
+EVERYWHERE = {"tp 2": [LLAMA, GPT2], "pp 2": [GEMMA], "dp 2, ep 2": [MIXTRAL]}
 EVERY = [LLAMA, GEMMA, MIXTRAL, GPT2, PACKED, BIGCODE]
 REPEATING = {
     "tp 2": [GEMMA, MIXTRAL, PACKED, BIGCODE],
     "pp 2": [LLAMA],
-    "dp 2": [LLAMA, GEMMA],
+    "dp 2": [LLAMA, GEMMA, MIXTRAL],
+    "dp 4, ep 2": [MIXTRAL],
     "HSDP 2 x 2": [LLAMA, GEMMA, MIXTRAL],
     "tp 2 x dp 2": EVERY,
     "tp 2 x dp 2, recompute": [LLAMA, MIXTRAL],
@@ -71,7 +72,6 @@ def test_four_steps_with_adapters_are_those_of_a_plain_loop(layout: str):
 # peft asks transformers 5 for what is called otherwise there.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_four_steps_and_the_bytes_of_moments_are_those_of_a_loop_with_peft():
-    pytest.importorskip("peft")
     directories, _ = lora_train.truths([LLAMA])
     plain = lora_train.truth(directories[LLAMA], LLAMA)
     theirs = lora_train.plain_steps(*lora_train.with_peft(directories[LLAMA], LLAMA.ends), LLAMA.steps)

@@ -20,10 +20,19 @@ from dtmega import config
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Slices, Source
 from dtmega.formats.whole import Build, tensor_names
+from dtmega.interop.hf.families import NOT_IN_PEFT
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import tensor_specs, to_json, write
 
 WEIGHTS = "adapter_model.safetensors"
+CAUSAL_LM = "CAUSAL_LM"
+# End of the name of a class of transformers -> peft's `task_type`.
+TASKS = {
+    "ForCausalLM": CAUSAL_LM,
+    "LMHeadModel": CAUSAL_LM,
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForPreTraining": None,
+}
 
 
 class TheirLayer(NamedTuple):
@@ -33,13 +42,28 @@ class TheirLayer(NamedTuple):
         layer: name of dtmega's layer.
         rows: slices of dtmega's output features that together give the transformers layer's output features, in order;
             empty if both layers have the same features in the same order.
+        transposed: whether transformers stores the layer's weight as [in, out].
     """
 
     layer: str
     rows: tuple[slice, ...] = ()
+    transposed: bool = False
 
 
-TheirLayers = dict[str, TheirLayer]
+class TheirModel(NamedTuple):
+    """The transformers model onto which peft loads the adapters.
+
+    Attributes:
+        kind: its `model_type`.
+        task: peft's `task_type`; None if peft has none for the model's class.
+        layers: the linear layers that get adapters, keyed by module name.
+        modules: names of all modules.
+    """
+
+    kind: str
+    task: str | None
+    layers: dict[str, TheirLayer]
+    modules: list[str]
 
 
 class Adapters(NamedTuple):
@@ -50,19 +74,15 @@ class Adapters(NamedTuple):
         layers: names of dtmega's layers with adapters.
         lora: the run's [lora] section.
         base: path of the run's base model.
-        transposed: names of the layers whose weights are stored as [in, out].
     """
 
     stored: Source
     layers: tuple[str, ...]
     lora: config.Lora
     base: str
-    transposed: tuple[str, ...]
 
 
-def layers_of(
-    form: Format, model: config.Model, build: Build, layers: Collection[str]
-) -> tuple[TheirLayers, list[str]]:
+def their_model(form: Format, model: config.Model, build: Build, layers: Collection[str]) -> TheirModel:
     """Find the layers of a transformers model that correspond to dtmega's layers with adapters.
 
     Args:
@@ -71,15 +91,12 @@ def layers_of(
         build: function that builds the whole model.
         layers: names of dtmega's layers with adapters.
 
-    Returns:
-        The transformers layers, keyed by module name, and the names of all transformers modules with weights.
-
     Raises:
         ValueError: a transformers layer joins several of dtmega's layers, whose adapters cannot be joined into one
             adapter of the same LoRA rank.
     """
     theirs = tensor_names(form, model, build).translation.theirs
-    found: TheirLayers = {}
+    found: dict[str, TheirLayer] = {}
     modules: list[str] = []
     for name, assembly in theirs.items():
         module, _, kind = name.rpartition(".")
@@ -92,15 +109,16 @@ def layers_of(
         if len(names) > 1:
             raise ValueError(f"'{module}' of transformers joins {', '.join(names)}, whose adapters differ (--merge)")
         rows = tuple(slice(run.start, run.start + run.rows) for run in assembly.runs)
-        found[module] = TheirLayer(names[0], rows)
-    return found, modules
+        found[module] = TheirLayer(names[0], rows, assembly.view == "transpose")
+    (their_class,) = form.fixed["architectures"]
+    task = next(task for ending, task in TASKS.items() if their_class.endswith(ending))
+    return TheirModel(form.fixed["model_type"], task, found, modules)
 
 
 def write_peft(
     folder: Path,
     adapters: Adapters,
-    theirs: Mapping[str, TheirLayer],
-    modules: Collection[str],
+    theirs: TheirModel,
     other_files: Mapping[str, bytes],
 ) -> None:
     """Write a folder of adapters, either completely or not at all.
@@ -108,16 +126,22 @@ def write_peft(
     Args:
         folder: output folder, new or empty.
         adapters: the adapters.
-        theirs: the transformers model's layers that get adapters, keyed by module name.
-        modules: names of all modules of the transformers model.
+        theirs: the transformers model.
         other_files: content of each further file, keyed by file name.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: peft cannot load the adapter of a layer, or the folder exists and is not empty.
         OSError: a file cannot be written.
     """
-    tensors = _InTheirForm(adapters.stored, theirs)
-    files = {**other_files, config_json.ADAPTERS: to_json(_config(adapters, theirs, modules))}
+    lacking = [name for name in theirs.layers if name.rpartition(".")[2] in NOT_IN_PEFT.get(theirs.kind, ())]
+    if lacking:
+        more = f" and {len(lacking) - 1} more layers" if len(lacking) > 1 else ""
+        raise ValueError(
+            f"peft cannot load the adapters of {lacking[0]}{more} of '{theirs.kind}': expected --merge, which adds "
+            f"them to the weights (--merge)"
+        )
+    tensors = _InTheirForm(adapters.stored, theirs.layers)
+    files = {**other_files, config_json.ADAPTERS: to_json(_config(adapters, theirs))}
     # peft reads only one weights file, so write all adapters into one file of any size.
     write(
         tensors,
@@ -143,7 +167,7 @@ class _InTheirForm:
     def __init__(self, stored: Source, theirs: Mapping[str, TheirLayer]) -> None:
         self._stored = stored
         self._parts: dict[str, tuple[str, tuple[slice, ...]]] = {}
-        for module, (layer, rows) in theirs.items():
+        for module, (layer, rows, _) in theirs.items():
             self._parts[f"base_model.model.{module}.lora_A.weight"] = f"{layer}.lora_a", ()
             self._parts[f"base_model.model.{module}.lora_B.weight"] = f"{layer}.lora_b", rows
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -159,18 +183,17 @@ class _InTheirForm:
         return torch.cat([whole[part] for part in rows]) if rows else whole
 
 
-def _config(adapters: Adapters, theirs: Mapping[str, TheirLayer], modules: Collection[str]) -> dict[str, Any]:
+def _config(adapters: Adapters, theirs: TheirModel) -> dict[str, Any]:
     """The contents of adapter_config.json."""
-    transposed = [layer.layer in adapters.transposed for layer in theirs.values()]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": theirs.task,
         "base_model_name_or_path": adapters.base,
         "r": adapters.lora.rank,
         "lora_alpha": adapters.lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": targets(list(theirs), modules),
-        "fan_in_fan_out": any(transposed),
+        "target_modules": targets(list(theirs.layers), theirs.modules),
+        "fan_in_fan_out": any(layer.transposed for layer in theirs.layers.values()),
         "bias": "none",
         "inference_mode": True,
         "init_lora_weights": True,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtmega.interop.hf import rope as rope_of
 from dtmega.interop.hf.families import (
     EXPERT_KEYS,
     FEED_FORWARD_KEYS,
@@ -66,6 +67,7 @@ def tiny_config(config: Any, tp: int, length: int = POSITIONS) -> Any:
     _put(config, new, HIDDEN_KEYS, sizes.hidden)
     _put(config, new, (*FEED_FORWARD_KEYS, "moe_intermediate_size"), 2 * sizes.hidden)
     _shrink_experts(config, new, tp)
+    _shrink_longrope(new)
     if getattr(config, "word_embed_proj_dim", None):
         is_projected = config.word_embed_proj_dim != _first(config, HIDDEN_KEYS)
         new.word_embed_proj_dim = sizes.hidden // 2 if is_projected else sizes.hidden
@@ -134,6 +136,19 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     _put(config, new, ("first_k_dense_replace",), 1)
     _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
     _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
+
+
+def _shrink_longrope(new: Any) -> None:
+    """Give each head its share of the factors, and let the original length be that of a window."""
+    for rope in rope_of.parameters_of(new):
+        if rope.get("rope_type") != rope_of.LONGROPE:
+            continue
+        n_factors = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+        for key in ("short_factor", "long_factor"):
+            factors = rope[key]
+            rope[key] = [factors[i * len(factors) // n_factors] for i in range(n_factors)]
+        rope["original_max_position_embeddings"] = WINDOW
+        _put(new, new, ("original_max_position_embeddings",), WINDOW)
 
 
 def _put_tokens(config: Any, new: Any) -> None:
@@ -223,12 +238,12 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward pass. Return a loss, and the output from which the loss is computed.
 
     Returns:
-        (loss, logits) if the batch has labels; otherwise (a random linear function of the hidden states, the hidden
-        states).
+        (loss, logits) if the batch has labels; otherwise (the mean over rows of a random linear function of the hidden
+        states, the hidden states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]
     if "labels" in inputs:
         return out.loss, result.detach()
-    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(5))
-    return (result * weights.to(result.device)).sum(), result.detach()
+    weights = torch.randn(result.shape[1:], generator=torch.Generator().manual_seed(5))
+    return (result * weights.to(result.device)).sum() / len(result), result.detach()
