@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from dtmega.config import reading, schema
 from dtmega.config.keys import UNREAD_BY_OPTIMIZER as UNREAD_BY_OPTIMIZER
@@ -57,7 +57,6 @@ from dtmega.config.synonyms import SECTIONS, SYNONYMS
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
-WARMUP_KEYS = ("warmup", "warmup_fraction")  # the two keys of [optim] that set the length of the warm-up
 HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
 
 Train a model. NAME.toml is a path, or the name of a file in configs/.
@@ -99,6 +98,13 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     recompute: Recompute = Recompute()
     fsdp: Fsdp = Fsdp()
+
+    # A line for each key of the file that an option with another name has replaced (`--train.steps` replaces epochs).
+    _replaced: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return self._replaced
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -299,12 +305,12 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     Raises:
         ConfigError: the configuration is invalid (see `load`).
     """
-    optim = values.get("optim")
-    if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's warm-up, even under a different key, because a
-        # configuration with both keys would be refused.
-        values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
-    return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
+    if any(o.option == "--optim.warmup" and o.text == "0" for o in overrides):
+        # No warm-up at all: with a fraction in the file, 0 steps would otherwise mean this fraction.
+        overrides = [Override("optim", "warmup_fraction", "0.0"), *overrides]
+    cfg, replaced = reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
+    cfg._replaced = tuple(replaced)
+    return cfg
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dtmega.config.schema import SectionClasses, choices_of, condition
+from dtmega.config.schema import Excluded, SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # a message shows at most this many characters of a wrong value
@@ -155,8 +155,8 @@ def validate(
     source: str,
     suggester: Suggester,
     overrides: Sequence[Override] = (),
-) -> Sections:
-    """Make typed sections from values and options.
+) -> tuple[Sections, list[str]]:
+    """Make typed sections from values and options. An option replaces keys of the file that exclude it (`Excluded`).
 
     Args:
         kind: class of the configuration, with one field per section.
@@ -164,6 +164,9 @@ def validate(
         source: name of the file that the values come from, for messages.
         suggester: source of suggestions for keys that do not exist.
         overrides: options that replace values, in order; later options win.
+
+    Returns:
+        The sections, and a line for each key of the file that an option with another name has replaced.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or keys contradict each other; the
@@ -195,11 +198,42 @@ def validate(
     for section, (kinds, value) in chosen.items():
         if kinds.discriminator and section in merged:
             merged[section][kinds.discriminator] = value
-    try:
-        return kind.model_validate(merged)
-    except ValidationError as error:
-        lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # pydantic reports one error per type of a union
+    replacements: list[str] = []
+    while True:
+        try:
+            return kind.model_validate(merged), replacements
+        except ValidationError as error:
+            removed = _remove_excluded(merged, error, overrides, source)
+            if not removed:
+                lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
+                # pydantic reports one error per type of a union
+                raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+            replacements += removed
+
+
+def _remove_excluded(
+    merged: Mapping[str, dict[str, Any]], error: ValidationError, overrides: Sequence[Override], source: str
+) -> list[str]:
+    """Remove the file's keys that options exclude, unless options set these keys too.
+
+    Returns:
+        A line for each removed key.
+    """
+    given = {f"{override.section}.{override.key}": override for override in overrides}
+    lines: list[str] = []
+    for fault in error.errors():
+        excluded = fault.get("ctx", {}).get("error")
+        replaced = excluded.replaced if isinstance(excluded, Excluded) else {}
+        for name in given:
+            if name not in replaced or given.keys() & set(replaced[name]):
+                continue
+            for section, _, k in (other.partition(".") for other in replaced[name]):
+                if k in merged.get(section, {}):
+                    value = merged[section].pop(k)
+                    lines.append(
+                        f"{given[name].option} replaces {k} = {value!r:.{SHOWN}} of {source} ([{section}] {k})"
+                    )
+    return lines
 
 
 def _choose_class(

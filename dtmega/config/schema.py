@@ -30,6 +30,20 @@ def key(default: Any, line: str, **bounds: Any) -> Any:
     return Field(default, description=line, **bounds)
 
 
+class Excluded(ValueError):
+    """Keys exclude each other. If the command line has one of them, it replaces those of the file (`reading.validate`).
+
+    Args:
+        message: message for a configuration that has the keys in one place.
+        replaced: mapping from a key that may be on the command line to the file's keys that it replaces. All keys are
+            written as `section.key`.
+    """
+
+    def __init__(self, message: str, replaced: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(message)
+        self.replaced = replaced
+
+
 class Section(BaseModel):
     """Base class of all sections: frozen, with no unknown keys, no type conversion, and no NaN or infinity."""
 

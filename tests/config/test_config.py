@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -614,12 +615,74 @@ def test_help_of_a_section_is_its_part_of_the_whole_help(argv: list[str], capsys
     assert printed in config.help_text()
 
 
-def test_a_warm_up_on_the_command_line_replaces_that_of_the_file(tmp_path: Path):
-    both = ("--optim.warmup_fraction=0.5", "--optim.warmup=7")
-    assert load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=9", both[1]).optim.warmup_until(9) == 7
-    assert load(tmp_path, "[optim]\nwarmup = 7", "--train.steps=9", both[0]).optim.warmup_until(9) == 4.5
-    with pytest.raises(ConfigError, match="two lengths of the warm-up"):
-        load(tmp_path, "", "--train.steps=9", *both)
+EXCLUDED = {
+    "--train.steps 20": ("[train]\nepochs = 3", "--train.steps replaces epochs = 3 of {} ([train] epochs)"),
+    "--train.epochs 2": ("[train]\nsteps = 9\nsamples = 0", "--train.epochs replaces steps = 9 of {} ([train] steps)"),
+    "--train.steps 9 --data.train 'a: 1 0:1 x'": (
+        "[data]\nsplit = '9,1,0'\nweights = []",
+        "--data.train replaces split = '9,1,0' of {} ([data] split)",
+    ),
+    "--train.steps 9 --data.path x": (
+        "[data]\ntrain = 'a: 1 0:1 y'\ntest = ''",
+        "--data.path replaces train = 'a: 1 0:1 y' of {} ([data] train)",
+    ),
+    "--train.steps 9 --optim.warmup 2": (
+        "[optim]\nwarmup_fraction = 0.1",
+        "--optim.warmup replaces warmup_fraction = 0.1 of {} ([optim] warmup_fraction)",
+    ),
+    "--train.steps 9 --optim.warmup_fraction 0.5": (
+        "[optim]\nwarmup = 7",
+        "--optim.warmup_fraction replaces warmup = 7 of {} ([optim] warmup)",
+    ),
+    "--train.steps 9 --optim.name sgd": (
+        "[optim]\nbeta2 = 0.9",
+        "--optim.name replaces beta2 = 0.9 of {} ([optim] beta2)",
+    ),
+    "--train.steps 9 --lora.rank 0": (
+        "[lora]\nrank = 4\nalpha = 8.0",
+        "--lora.rank replaces alpha = 8.0 of {} ([lora] alpha)",
+    ),
+    "--train.steps 9 --recompute.mode none": (
+        "[recompute]\nmode = 'full'\nlayers = 2",
+        "--recompute.mode replaces layers = 2 of {} ([recompute] layers)",
+    ),
+    "--train.steps 9 --precision.params bfloat16": (
+        "[precision]\nparams = 'float16'\nhysteresis = 3",
+        "--precision.params replaces hysteresis = 3 of {} ([precision] hysteresis)",
+    ),
+}
+
+
+@pytest.mark.parametrize("options", EXCLUDED)
+def test_an_option_replaces_the_keys_of_the_file_that_exclude_it_and_a_line_says_so(tmp_path: Path, options: str):
+    toml, line = EXCLUDED[options]
+    words = shlex.split(options)
+    cfg = load(tmp_path, toml, *words)
+    assert cfg.replaced == (line.format(tmp_path / "test.toml"),)
+    alone = load(tmp_path, "", *words)
+    section = words[-2][2:].partition(".")[0]
+    assert getattr(cfg, section) == getattr(alone, section)
+
+
+@pytest.mark.parametrize(
+    ("toml", "options"),
+    [
+        ("", ["--train.steps=2", "--train.epochs=2"]),
+        ("[train]\nsamples = 9", ["--train.steps=2", "--train.epochs=2"]),
+        ("", ["--train.steps=2", "--data.train=a: 1 0:1 x", "--data.split=1,1,1"]),
+        ("", ["--train.steps=2", "--optim.warmup=2", "--optim.warmup_fraction=0.1"]),
+        ("[optim]\nname = 'sgd'", ["--train.steps=2", "--optim.beta2=0.9"]),
+        ("[train]\nsteps = 2\nepochs = 2", ["--run.seed=1"]),
+    ],
+)
+def test_keys_that_exclude_each_other_in_one_place_are_refused(tmp_path: Path, toml: str, options: list[str]):
+    with pytest.raises(ConfigError):
+        load(tmp_path, toml, *options)
+
+
+def test_a_warm_up_of_0_steps_is_none_whatever_fraction_the_file_has(tmp_path: Path):
+    cfg = load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=100", "--optim.warmup=0")
+    assert cfg.optim.warmup_until(100) == 0
 
 
 def test_help_fits_into_80_columns(printed_help: str):
