@@ -157,9 +157,10 @@ BERT's and T5's order comes from a compiled generator, and is refused.
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's
 `initialize_model_parallel` does.
 
-The tables list every flag of a pre-training script with Megatron's default, the key here, and the key's default. If a
-script leaves a flag out, Megatron's default counts: the TOML sets the key if its default here differs. For a flag
-without a key, the remark gives the reason.
+The tables list every flag of Megatron-LM (up to August 2026) and of its forks for DeepSpeed, with Megatron's default,
+the key here, and the key's default. If a script leaves a flag out, Megatron's default counts: the TOML sets the key if
+its default here differs. For a flag without a key, the remark gives the reason. A name that ends with `*` stands for
+all flags that begin like it.
 """
 
 

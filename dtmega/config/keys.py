@@ -551,7 +551,7 @@ class Checkpoint(Section):
 
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
     final: bool = key(True, "write a checkpoint at the end, whatever the interval")
-    keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
+    keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=0)
     resume: str = key(
         "auto",
         "auto: the newest intact checkpoint of this run; none: start from scratch; or the folder of a checkpoint, or a "

@@ -351,7 +351,8 @@ CHECKPOINT = (
     Synonym(
         "checkpoint.interval",
         "save_steps save_interval save_every checkpoint_interval checkpoint_every save_freq ckpt_interval "
-        "checkpointing_steps checkpoint_freq save_every_n_steps checkpoint.freq checkpoint.steps",
+        "checkpointing_steps checkpoint_freq save_every_n_steps checkpoint.freq checkpoint.steps "
+        "persistent_save_interval",
     ),
     Synonym("checkpoint.interval", "save_strategy enable_checkpoint", "steps between checkpoints; 0 = at the end only"),
     Synonym(
