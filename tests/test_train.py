@@ -382,6 +382,11 @@ def test_masks_change_the_loss_and_train(tmp_path, corpus):
             {"checkpoint__resume": "no/such"},
             "no/such is neither a checkpoint nor a run directory with one ([checkpoint]",
         ),
+        (
+            {"checkpoint__resume": "latest"},
+            "with one; the newest checkpoint of this run is 'auto' ([checkpoint] resume)",
+        ),
+        ({"lora__rank": 2}, "[lora] rank = 2 without weights to start from"),
         ({"run__device": "cuda"}, "has 0"),
     ],
 )

@@ -51,7 +51,7 @@ from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
 from dtmega.config.reading import ConfigError, Override
 from dtmega.config.schema import Section
-from dtmega.config.suggestions import SimilarKeys
+from dtmega.config.suggestions import SimilarKeys, closest
 from dtmega.config.synonyms import SECTIONS, SYNONYMS
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -290,8 +290,11 @@ def find_file(name: str) -> Path:
                 return path
         except OSError as error:  # the name is too long, or a folder is not readable
             raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
-    known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
-    raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
+    known = sorted(path.name for path in CONFIGS_DIR.glob("*.toml"))
+    stems = closest(Path(name).stem.lower(), [Path(file).stem for file in known], 3)
+    nearest = " or ".join(f"{stem}.toml" for stem in stems)
+    hint = f"; did you mean {nearest}?" if nearest else f" (there: {', '.join(known)})"
+    raise ConfigError(f"--config {name:.{reading.SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:

@@ -37,6 +37,8 @@ class Suggester(Protocol):
 
     def of_section(self, section: str) -> str: ...
 
+    def section(self, written: str) -> str: ...
+
 
 class Override(NamedTuple):
     """An option `--section.key text` on the command line."""
@@ -223,11 +225,11 @@ def _remove_excluded(
     lines: list[str] = []
     for fault in error.errors():
         excluded = fault.get("ctx", {}).get("error")
-        replaced = excluded.replaced if isinstance(excluded, Excluded) else {}
+        by_option = excluded.by_option if isinstance(excluded, Excluded) else {}
         for name in given:
-            if name not in replaced or given.keys() & set(replaced[name]):
+            if name not in by_option or given.keys() & set(by_option[name]):
                 continue
-            for section, _, k in (other.partition(".") for other in replaced[name]):
+            for section, _, k in (other.partition(".") for other in by_option[name]):
                 if k in merged.get(section, {}):
                     value = merged[section].pop(k)
                     lines.append(
@@ -264,11 +266,13 @@ def _known_keys(
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
-        if section not in chosen and not table:
+        meant = section
+        if section not in chosen and (not table or suggester.section(section)):
             refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggester.of_section(section)}")
+            meant = suggester.section(section)
         for k in merged[section]:
             # Finding a suggestion takes a millisecond or two, so the number of suggestions is limited.
-            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggester)):
+            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, meant, k, source, suggester)):
                 refusals.append(unknown)
     return merged
 
@@ -347,13 +351,14 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     choices = choices_of(field)
     several = "a list of " if get_origin(field.annotation) is list else ""
     expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]
+    if error["type"] == "list_type":
+        expected = f"expected a list: {field.description}"
     lowered = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))
     hint = f"; write {lowered}" if is_flag and lowered in ("true", "false") else ""
     if error["type"] == "list_type" and isinstance(error["input"], str):
         listed = as_list(error["input"])
         hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
-        hint += f" ({field.description})"
     return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"
 
 

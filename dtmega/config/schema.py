@@ -35,13 +35,13 @@ class Excluded(ValueError):
 
     Args:
         message: message for a configuration that has the keys in one place.
-        replaced: mapping from a key that may be on the command line to the file's keys that it replaces. All keys are
+        by_option: mapping from a key that may be on the command line to the file's keys that it replaces. All keys are
             written as `section.key`.
     """
 
-    def __init__(self, message: str, replaced: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, message: str, by_option: Mapping[str, Sequence[str]]) -> None:
         super().__init__(message)
-        self.replaced = replaced
+        self.by_option = by_option
 
 
 class Section(BaseModel):

@@ -105,7 +105,7 @@ def read_configuration(
             device = mesh.pick_device(saved_cfg.run.device)
             elsewhere = startup.size, device, mesh.memory_bytes(device)
         world, device, device_bytes = elsewhere
-        sizes = mesh.resolve(saved_cfg.mesh, world)
+        sizes = mesh.resolve(saved_cfg.mesh, world, "--nproc-per-node" if startup.size == world else "--world")
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
         check_profile(cfg.profile, device, world)

@@ -85,7 +85,12 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ("[optim]\nlearning_rte = 1.0", "unknown key 'learning_rte' in [optim]; did you mean [optim] lr?"),
         ("[optim]\nclip-grad = 1.0", "unknown key 'clip-grad' in [optim]; did you mean [optim] clip_grad?"),
         ("[model]\nhiden_size = 1", "unknown key 'hiden_size' in [model]; did you mean [model] hidden_size?"),
-        ("[optimm]\nlr = 1.0", "unknown section [optimm] of key 'lr'; did you mean [optim] lr?"),
+        ("[modle]\nn_layers = 2\nhiden_size = 4", "test.toml: unknown section [modle]; did you mean [model]?\n"),
+        ("[modle]\nhiden_size = 4", "unknown key 'hiden_size' in [model]; did you mean [model] hidden_size?"),
+        ("[training]\nlr = 4.0", "unknown section [training]; did you mean [train]?"),
+        ("[run]\ndri = 'x'", "unknown key 'dri' in [run]; did you mean [run] dir?"),
+        ("[model]\ntop_k = 2", "did you mean [model] experts_per_token? For name = 'moe'"),
+        ("[profile]\nsteps = 5", "[profile] steps: expected a list: [first, last]: trace these steps"),
         ("[optimm]", "unknown section [optimm]; did you mean [optim]?"),
         ("[zzz]", "unknown section [zzz]; the sections are run, model, data"),
         (
@@ -683,6 +688,18 @@ def test_keys_that_exclude_each_other_in_one_place_are_refused(tmp_path: Path, t
 def test_a_warm_up_of_0_steps_is_none_whatever_fraction_the_file_has(tmp_path: Path):
     cfg = load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=100", "--optim.warmup=0")
     assert cfg.optim.warmup_until(100) == 0
+
+
+def test_an_unknown_section_is_named_once_whatever_known_keys_it_has(tmp_path: Path):
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, "[modle]\nn_layers = 2\nhidden_size = 4\n[train]\nsteps = 1")
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "meant"), [("llama3-8b.toml", "llama-3-8b.toml"), ("blom", "bloom.toml")])
+def test_a_file_that_does_not_exist_is_an_error_with_the_nearest_name_only(name: str, meant: str):
+    with pytest.raises(ConfigError, match=rf"did you mean {meant}( or \S+)*\?$"):
+        config.load(["--config", name])
 
 
 def test_help_fits_into_80_columns(printed_help: str):

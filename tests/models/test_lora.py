@@ -90,7 +90,7 @@ def test_an_adapter_adds_its_product_times_alpha_divided_by_the_rank(rank: int, 
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_projection"], "no linear layer has a name like 'q_projection'; there are 'model.layers.0"),
+        (["q_projection"], "no linear layer has a name like 'q_projection'; expected q_proj, k_proj"),
         (["experts"], "MixtralExperts with weights [4, 96, 64]: experts have no adapters"),
         (["lm_head"], "'lm_head' matches lm_head, a Linear: expected linear layers inside the blocks"),
         (["q_proj", "embed_tokens"], "'embed_tokens' matches model.embed_tokens, a Embedding"),

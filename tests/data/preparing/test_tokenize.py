@@ -572,6 +572,8 @@ MALFORMED = {
     b"a": "bad JSON",
     b'{"txt": "a"}': r"expected an object with 'text' .* keys \['txt'\]",
     b'["text"]': "expected an object with 'text' .* got list",
+    b'{"messages": []}': r"got keys \['messages'\]; for conversations: --chat",
+    b'{"prompt": "a", "completion": "b"}': r"got keys .*; for conversations: --chat",
     b'{"text": 5}': "expected a string in 'text', got int",
     b'{"text": null}': "expected a string in 'text', got NoneType",
     b'{"text": "\xff"}': r"expected UTF-8, got b'\\xff' at byte 10; --encoding names another, such as latin-1",
