@@ -660,7 +660,7 @@ def columns(**values):
         ("in.parquet.gz", b"a", r"in\.parquet\.gz: expected a name that ends in"),
         ("in.jsonl", b"", "no documents in 1 file"),
         ("in.txt", b"", "no documents in 1 file .*1 empty"),
-        ("in.jsonl", b"{\n", "no documents in 1 file .*1 malformed"),
+        ("in.jsonl", b"{\n", r"no documents in 1 file .*1 malformed, 0 empty\); the first: .*in\.jsonl:1: bad JSON"),
         ("in.jsonl.gz", b"no gzip", r"in\.jsonl\.gz: damaged or cut off"),
         ("in.jsonl.gz", gzip.compress(lines(TEXTS), mtime=0)[:-9], r"in\.jsonl\.gz: damaged or cut off"),
         ("in.jsonl.zst", b"no zstd", r"in\.jsonl\.zst: damaged or cut off"),
