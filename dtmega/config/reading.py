@@ -351,14 +351,15 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     choices = choices_of(field)
     several = "a list of " if get_origin(field.annotation) is list else ""
     expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]
-    if error["type"] == "list_type":
-        expected = f"expected a list: {field.description}"
     lowered = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))
     hint = f"; write {lowered}" if is_flag and lowered in ("true", "false") else ""
-    if error["type"] == "list_type" and isinstance(error["input"], str):
-        listed = as_list(error["input"])
-        hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
+    if error["type"] == "list_type":
+        expected = "expected a list"
+        if isinstance(error["input"], str):
+            listed = as_list(error["input"])
+            hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
+        hint += f" ({field.description})"
     return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"
 
 

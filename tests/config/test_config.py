@@ -90,7 +90,7 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ("[training]\nlr = 4.0", "unknown section [training]; did you mean [train]?"),
         ("[run]\ndri = 'x'", "unknown key 'dri' in [run]; did you mean [run] dir?"),
         ("[model]\ntop_k = 2", "did you mean [model] experts_per_token? For name = 'moe'"),
-        ("[profile]\nsteps = 5", "[profile] steps: expected a list: [first, last]: trace these steps"),
+        ("[profile]\nsteps = 5", "[profile] steps: expected a list, got 5 ([first, last]: trace these steps"),
         ("[optimm]", "unknown section [optimm]; did you mean [optim]?"),
         ("[zzz]", "unknown section [zzz]; the sections are run, model, data"),
         (
@@ -206,9 +206,10 @@ def test_a_configuration_of_another_trainer_is_answered_whole(tmp_path: Path):
     answers = [line.partition("did you mean ")[2].partition("?")[0] for line in str(refused.value).splitlines()]
     assert answers == [
         "[optim] lr",
+        "[train]",
         "[train] steps",
         "[data] seq_len",
-        "[mesh] tp",
+        "[mesh]",
         "[optim] min_lr",
         "--mesh.dp_shard or --mesh.dp_replicate",
     ]
@@ -417,12 +418,12 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
         ("--run.dir=", "--run.dir: String should have at least 1 character, got ''"),
         (
             "--data.validation=a,b",
-            """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]' """
+            """--data.validation: expected a list, got 'a,b'; write --data.validation '["a", "b"]' """
             "(additional validation sets, each with its own loss: 'NAME=PREFIX', or mixtures as in train)",
         ),
         (
             "--data.weights=0.3,1",
-            "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]' "
+            "--data.weights: expected a list, got '0.3,1'; write --data.weights '[0.3, 1]' "
             "(one positive weight per path, normalised; empty = proportional to the number of tokens)",
         ),
         (

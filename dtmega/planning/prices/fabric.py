@@ -107,6 +107,10 @@ class _Suggester:
     def of_section(self, section: str) -> str:
         return f"; expected [{'], ['.join(SECTIONS)}]"
 
+    def section(self, written: str) -> str:
+        """The section that a name may mean; '' as a fabric has too few sections for guesses."""
+        return ""
+
 
 def names() -> list[str]:
     """The names of the shipped fabrics."""
@@ -149,4 +153,5 @@ def parse(values: Mapping[str, Any], source: str) -> Fabric:
                 missing.append(f"{source}: [{section}] {name} is missing: {description}")
     if missing:
         raise ValueError("\n".join(missing))
-    return reading.validate(Fabric, values, source, _Suggester())
+    fabric, _ = reading.validate(Fabric, values, source, _Suggester())
+    return fabric
