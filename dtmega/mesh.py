@@ -151,10 +151,7 @@ def rank() -> int:
 def resolve(mesh: config.Mesh, world: int, option: str = "--nproc-per-node") -> dict[str, int]:
     """The size of each axis. An axis of size -1 gets the number of processes divided by the product of the other sizes.
 
-    Args:
-        mesh: section [mesh].
-        world: number of processes.
-        option: option that sets the number of processes, for the message.
+    `option` sets the number of processes, for the message.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes, or ep is not a divisor of dp_shard x cp.

@@ -386,7 +386,6 @@ def test_masks_change_the_loss_and_train(tmp_path, corpus):
             {"checkpoint__resume": "latest"},
             "with one; the newest checkpoint of this run is 'auto' ([checkpoint] resume)",
         ),
-        ({"lora__rank": 2}, "[lora] rank = 2 without weights to start from"),
         ({"run__device": "cuda"}, "has 0"),
     ],
 )

@@ -97,14 +97,9 @@ def _no_checkpoint(path: str) -> str:
             f"{path}/config.toml has its checkpoints in {separate_dir} ([checkpoint] dir; relative to the working "
             f"directory, {Path.cwd()}), and there are none"
         )
-    cure = ""
-    if path.lower() in ("latest", "last", "newest", "true", "yes"):
-        cure = "; the newest checkpoint of this run is 'auto'"
-    elif Path(path, "config.json").is_file():
-        cure = (
-            ", but a model of transformers (config.json), whose own generate() reads it; to train it: name = 'hf', "
-            f"path = '{path}' ([model] name, path)"
-        )
+    cure = "; the newest checkpoint of this run is 'auto'" if path.lower() in ("latest", "last", "newest") else ""
+    if Path(path, "config.json").is_file():
+        cure = ", but a model of transformers (config.json): generate with transformers, or train with [model] path"
     return f"{path} is neither a checkpoint nor a run directory with one{cure}"
 
 

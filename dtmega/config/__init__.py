@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from dtmega.config import reading, schema
 from dtmega.config.keys import UNREAD_BY_OPTIMIZER as UNREAD_BY_OPTIMIZER
@@ -98,13 +98,6 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     recompute: Recompute = Recompute()
     fsdp: Fsdp = Fsdp()
-
-    # A line for each key of the file that an option with another name has replaced (`--train.steps` replaces epochs).
-    _replaced: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def replaced(self) -> tuple[str, ...]:
-        return self._replaced
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -311,9 +304,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     if any(o.option == "--optim.warmup" and o.text == "0" for o in overrides):
         # No warm-up at all: with a fraction in the file, 0 steps would otherwise mean this fraction.
         overrides = [Override("optim", "warmup_fraction", "0.0"), *overrides]
-    cfg, replaced = reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
-    cfg._replaced = tuple(replaced)
-    return cfg
+    return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:

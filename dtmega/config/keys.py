@@ -150,13 +150,8 @@ class Data(Section):
         useless = ("path", "weights", "split") if self.train else ("test",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
-            raise Excluded(
-                f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)",
-                {
-                    "data.train": [f"data.{name}" for name in unread],
-                    "data.path": [f"data.{name}" for name in ("train", "test") if getattr(self, name)],
-                },
-            )
+            by_option = {"data.train": [f"data.{name}" for name in unread], "data.path": ["data.train", "data.test"]}
+            raise Excluded(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)", by_option)
         for name, written in (("train", self.train), ("test", self.test)):
             try:
                 _ = mixtures.parse(written) if written else None
@@ -408,10 +403,8 @@ class Lora(Section):
         fields = type(self).model_fields
         unread = [name for name in ("alpha", "targets", "base") if getattr(self, name) != fields[name].default]
         if not self.rank and unread:
-            raise Excluded(
-                f"[lora] {', '.join(unread)} would not be read without adapters: expected rank > 0, got 0",
-                {"lora.rank": [f"lora.{name}" for name in unread]},
-            )
+            message = f"[lora] {', '.join(unread)} would not be read without adapters: expected rank > 0, got 0"
+            raise Excluded(message, {"lora.rank": [f"lora.{name}" for name in unread]})
         if not self.targets:
             raise ValueError("[lora] targets has patterns, at least one, or is 'linears'; got none")
         return self
@@ -467,11 +460,9 @@ class Train(Section):
         lengths = {key: getattr(self, key) for key in ("steps", "samples", "tokens", "epochs")}
         if [length > 0 for length in lengths.values()].count(True) != 1:
             got = ", ".join(f"{key}={length}" for key, length in lengths.items())
-            positive = [key for key, length in lengths.items() if length > 0]
-            raise Excluded(
-                f"exactly one of [train] {', '.join(lengths)} must be positive, got {got}",
-                {f"train.{key}": [f"train.{other}" for other in positive if other != key] for key in positive},
-            )
+            positive = [f"train.{key}" for key, length in lengths.items() if length > 0]
+            by_option = {key: [other for other in positive if other != key] for key in positive}
+            raise Excluded(f"exactly one of [train] {', '.join(lengths)} must be positive, got {got}", by_option)
         for pair in self.skip_steps:
             if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
                 raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dtmega.config.schema import Excluded, SectionClasses, choices_of, condition
+from dtmega.config.schema import Excluded, Section, SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # a message shows at most this many characters of a wrong value
 LARGEST = 2**53  # no size or length comes near; larger integers overflow in torch, and a browser rounds them
 REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
-Sections = TypeVar("Sections", bound=BaseModel)
+Sections = TypeVar("Sections", bound=Section)
 
 
 class ConfigError(ValueError):
@@ -157,7 +157,7 @@ def validate(
     source: str,
     suggester: Suggester,
     overrides: Sequence[Override] = (),
-) -> tuple[Sections, list[str]]:
+) -> Sections:
     """Make typed sections from values and options. An option replaces keys of the file that exclude it (`Excluded`).
 
     Args:
@@ -166,9 +166,6 @@ def validate(
         source: name of the file that the values come from, for messages.
         suggester: source of suggestions for keys that do not exist.
         overrides: options that replace values, in order; later options win.
-
-    Returns:
-        The sections, and a line for each key of the file that an option with another name has replaced.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type or is out of range, or keys contradict each other; the
@@ -203,7 +200,9 @@ def validate(
     replacements: list[str] = []
     while True:
         try:
-            return kind.model_validate(merged), replacements
+            sections = kind.model_validate(merged)
+            sections._replaced = tuple(replacements)
+            return sections
         except ValidationError as error:
             removed = _remove_excluded(merged, error, overrides, source)
             if not removed:
@@ -230,11 +229,9 @@ def _remove_excluded(
             if name not in by_option or given.keys() & set(by_option[name]):
                 continue
             for section, _, k in (other.partition(".") for other in by_option[name]):
-                if k in merged.get(section, {}):
-                    value = merged[section].pop(k)
-                    lines.append(
-                        f"{given[name].option} replaces {k} = {value!r:.{SHOWN}} of {source} ([{section}] {k})"
-                    )
+                if value := merged.get(section, {}).pop(k, None):
+                    was = f"{k} = {value!r:.{SHOWN}}"
+                    lines.append(f"{given[name].option} replaces {was} of {source} ([{section}] {k})")
     return lines
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 COLUMNS = 80  # width of `--help`
@@ -48,6 +48,13 @@ class Section(BaseModel):
     """Base class of all sections: frozen, with no unknown keys, no type conversion, and no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    _replaced: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """A line for each key of the file that an option with another name has replaced (`reading.validate`)."""
+        return self._replaced
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,8 @@ def read_configuration(
     """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
-        if startup.rank == 0:
-            for line in saved_cfg.replaced:
-                console.say(line)
+        if saved_cfg.replaced and startup.rank == 0:
+            console.say("\n".join(saved_cfg.replaced))
         if elsewhere is None:
             device = mesh.pick_device(saved_cfg.run.device)
             elsewhere = startup.size, device, mesh.memory_bytes(device)

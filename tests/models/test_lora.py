@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dtmega import config, families, mesh
+from dtmega.checkpoint.starting import weights_beside
 from dtmega.models import lora
 from dtmega.models.llama import MLP
 from dtmega.models.lora import linears
@@ -85,6 +86,12 @@ def test_an_adapter_adds_its_product_times_alpha_divided_by_the_rank(rank: int, 
     x = torch.randn(3, 16)
     expected = x @ layer.weight.T + alpha / rank * (x @ layer.lora_a.T @ layer.lora_b.T)
     torch.testing.assert_close(layer(x), expected)
+
+
+def test_adapters_without_weights_to_adapt_are_refused_with_the_keys():
+    cfg = config.validate({"lora": {"rank": 2}, "train": {"steps": 1}}, "test")
+    with pytest.raises(ValueError, match=r"\[lora\] rank = 2 without weights .* \(\[model\] init_from"):
+        weights_beside(cfg, [], lambda _: None)
 
 
 @pytest.mark.parametrize(

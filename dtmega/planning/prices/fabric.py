@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dtmega.config import reading
 from dtmega.config.schema import Section, key
@@ -76,10 +76,9 @@ class Network(Section):
     sources: Sources = key({}, "where each number comes from, by key")
 
 
-class Fabric(BaseModel):
+class Fabric(Section):
     """A cluster of identical nodes with identical GPUs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     gpu: Gpu
     node: Node
     network: Network
@@ -153,5 +152,4 @@ def parse(values: Mapping[str, Any], source: str) -> Fabric:
                 missing.append(f"{source}: [{section}] {name} is missing: {description}")
     if missing:
         raise ValueError("\n".join(missing))
-    fabric, _ = reading.validate(Fabric, values, source, _Suggester())
-    return fabric
+    return reading.validate(Fabric, values, source, _Suggester())
