@@ -148,8 +148,10 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
-def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
+def resolve(mesh: config.Mesh, world: int, option: str = "--nproc-per-node") -> dict[str, int]:
     """The size of each axis. An axis of size -1 gets the number of processes divided by the product of the other sizes.
+
+    `option` sets the number of processes, for the message.
 
     Raises:
         ValueError: the product of the sizes is not the number of processes, or ep is not a divisor of dp_shard x cp.
@@ -167,7 +169,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
         sizes[free[0]] = world // known
     if math.prod(sizes.values()) != world:
         raise ValueError(
-            f"{equation} does not make {counted(world, 'process')}, all there are ([mesh]; --nproc-per-node): "
+            f"{equation} does not make {counted(world, 'process')}, all there are ([mesh]; {option}): "
             + (f"{world} % {known} = {world % known}, expected 0" if free else f"{known} != {world}")
         )
     n_sharded = sizes["dp_shard"] * sizes["cp"]

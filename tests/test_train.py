@@ -382,6 +382,10 @@ def test_masks_change_the_loss_and_train(tmp_path, corpus):
             {"checkpoint__resume": "no/such"},
             "no/such is neither a checkpoint nor a run directory with one ([checkpoint]",
         ),
+        (
+            {"checkpoint__resume": "latest"},
+            "with one; the newest checkpoint of this run is 'auto' ([checkpoint] resume)",
+        ),
         ({"run__device": "cuda"}, "has 0"),
     ],
 )

@@ -25,9 +25,10 @@ The exit code is 0 if the translation is whole, and 1 if it leaves something ope
 the text is not bash, has no command, or depends on a condition that only a running shell would know.
 
 - **What is open:** a flag that changes the model, the optimizer, the schedule, the data or the precision and has no key
-  here, an unknown flag, a flag whose value is not known, and a setting that no flag gives. Each is a line of
-  `[run] untranslated` with its line in the script and the reason, and on stderr. A run refuses the configuration and
-  prints these lines until they are settled and deleted. `--allow-missing FLAG` (or `SECTION.KEY`) settles one at once.
+  here, an unknown flag, a flag without its value, a flag whose value is not known, and a setting that no flag gives.
+  Each is a line of `[run] untranslated` with its line in the script and the reason, and on stderr. A run refuses the
+  configuration and prints these lines until they are settled and deleted. `--allow-missing FLAG` (or `SECTION.KEY`)
+  settles one at once.
 - **What is not known:** variables of the environment, arguments of the script, the output of other programs, files
   outside the script's folder. `--set NAME=VALUE` gives a variable, `--set 1=VALUE` an argument, and `--set '#=0'` says
   that there are none. Both branches of a condition that is not known are followed; what differs afterwards depends on
@@ -157,9 +158,10 @@ BERT's and T5's order comes from a compiled generator, and is refused.
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's
 `initialize_model_parallel` does.
 
-The tables list every flag of a pre-training script with Megatron's default, the key here, and the key's default. If a
-script leaves a flag out, Megatron's default counts: the TOML sets the key if its default here differs. For a flag
-without a key, the remark gives the reason.
+The tables list every flag of Megatron-LM (up to August 2026) and of its forks for DeepSpeed, with Megatron's default,
+the key here, and the key's default. If a script leaves a flag out, Megatron's default counts: the TOML sets the key if
+its default here differs. For a flag without a key, the remark gives the reason. A name that ends with `*` stands for
+all flags that begin like it.
 """
 
 

@@ -97,7 +97,10 @@ def _no_checkpoint(path: str) -> str:
             f"{path}/config.toml has its checkpoints in {separate_dir} ([checkpoint] dir; relative to the working "
             f"directory, {Path.cwd()}), and there are none"
         )
-    return f"{path} is neither a checkpoint nor a run directory with one"
+    cure = "; the newest checkpoint of this run is 'auto'" if path.lower() in ("latest", "last", "newest") else ""
+    if Path(path, "config.json").is_file():
+        cure = ", but a model of transformers (config.json): generate with transformers, or train with [model] path"
+    return f"{path} is neither a checkpoint nor a run directory with one{cure}"
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:

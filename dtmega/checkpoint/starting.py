@@ -43,9 +43,10 @@ def weights_beside(
         )
     source = weights_of(cfg.model)
     if source is None and (cfg.lora.rank or cfg.train.freeze):
+        key = f"[lora] rank = {cfg.lora.rank}" if cfg.lora.rank else f"[train] freeze = {cfg.train.freeze}"
         raise ValueError(
-            "frozen weights would stay as they are drawn from the seed: expected weights to start from, got none "
-            "([model] init_from or path; [lora] rank, [train] freeze)"
+            f"{key} without weights to start from: the frozen ones would stay as they are drawn from the seed; "
+            f"expected a checkpoint or a model of transformers ([model] init_from, or [model] path with name = 'hf')"
         )
     return source
 

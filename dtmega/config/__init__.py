@@ -56,7 +56,6 @@ from dtmega.config.schema import Section
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
-WARMUP_KEYS = ("warmup", "warmup_fraction")  # the two keys of [optim] that set the length of the warm-up
 HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
 
 Train a model. NAME.toml is a path, or the name of a file in configs/.
@@ -288,8 +287,13 @@ def find_file(name: str) -> Path:
                 return path
         except OSError as error:  # the name is too long, or a folder is not readable
             raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
-    known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
-    raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
+    known = sorted(path.name for path in CONFIGS_DIR.glob("*.toml"))
+    from dtmega.config.suggestions import closest  # only a name that does not exist needs it
+
+    stems = closest(Path(name).stem.lower(), [Path(file).stem for file in known], 3)
+    nearest = " or ".join(f"{stem}.toml" for stem in stems)
+    hint = f"; did you mean {nearest}?" if nearest else f" (there: {', '.join(known)})"
+    raise ConfigError(f"--config {name:.{reading.SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
@@ -303,11 +307,9 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     Raises:
         ConfigError: the configuration is invalid (see `load`).
     """
-    optim = values.get("optim")
-    if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's warm-up, even under a different key, because a
-        # configuration with both keys would be refused.
-        values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
+    if any(o.option == "--optim.warmup" and o.text == "0" for o in overrides):
+        # No warm-up at all: with a fraction in the file, 0 steps would otherwise mean this fraction.
+        overrides = [Override("optim", "warmup_fraction", "0.0"), *overrides]
     return reading.validate(Config, {"train": {}, **values}, source, similar_keys, overrides)
 
 

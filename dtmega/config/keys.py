@@ -15,7 +15,7 @@ from pydantic import AfterValidator, model_validator
 
 from dtmega.config import mixtures
 from dtmega.config.mixtures import Mixture
-from dtmega.config.schema import LocalPath, PathOrUrl, Section, key
+from dtmega.config.schema import Excluded, LocalPath, PathOrUrl, Section, key
 from dtmega.files import urls
 
 
@@ -157,7 +157,8 @@ class Data(Section):
         useless = ("path", "weights", "split") if self.train else ("test",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
-            raise ValueError(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)")
+            by_option = {"data.train": [f"data.{name}" for name in unread], "data.path": ["data.train", "data.test"]}
+            raise Excluded(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)", by_option)
         for name, written in (("train", self.train), ("test", self.test)):
             try:
                 _ = mixtures.parse(written) if written else None
@@ -342,18 +343,21 @@ class Optim(Section):
                 f"decay={self.decay} does not come after warmup={self.warmup} ([optim] decay, [optim] warmup)"
             )
         if self.warmup and self.warmup_fraction:
-            raise ValueError(
+            raise Excluded(
                 f"there are two lengths of the warm-up: expected warmup=0 or warmup_fraction=0, got {self.warmup} and "
-                f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)"
+                f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)",
+                {"optim.warmup": ["optim.warmup_fraction"], "optim.warmup_fraction": ["optim.warmup"]},
             )
         fields = type(self).model_fields
         useless = UNREAD_BY_OPTIMIZER[self.name]
         if self.weight_decay_schedule == "constant":
             useless += ("start_weight_decay",)
         if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
-            raise ValueError(
+            names = [f"optim.{name}" for name in unread]
+            raise Excluded(
                 f"[optim] {', '.join(unread)} would not be read with name='{self.name}' and weight_decay_schedule="
-                f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)"
+                f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)",
+                {"optim.name": names, "optim.weight_decay_schedule": names},
             )
         _ = self.factors  # raises an error if a factor is malformed
         return self
@@ -406,7 +410,8 @@ class Lora(Section):
         fields = type(self).model_fields
         unread = [name for name in ("alpha", "targets", "base") if getattr(self, name) != fields[name].default]
         if not self.rank and unread:
-            raise ValueError(f"[lora] {', '.join(unread)} would not be read without adapters: expected rank > 0, got 0")
+            message = f"[lora] {', '.join(unread)} would not be read without adapters: expected rank > 0, got 0"
+            raise Excluded(message, {"lora.rank": [f"lora.{name}" for name in unread]})
         if not self.targets:
             raise ValueError("[lora] targets has patterns, at least one, or is 'linears'; got none")
         return self
@@ -462,7 +467,9 @@ class Train(Section):
         lengths = {key: getattr(self, key) for key in ("steps", "samples", "tokens", "epochs")}
         if [length > 0 for length in lengths.values()].count(True) != 1:
             got = ", ".join(f"{key}={length}" for key, length in lengths.items())
-            raise ValueError(f"exactly one of [train] {', '.join(lengths)} must be positive, got {got}")
+            positive = [f"train.{key}" for key, length in lengths.items() if length > 0]
+            by_option = {key: [other for other in positive if other != key] for key in positive}
+            raise Excluded(f"exactly one of [train] {', '.join(lengths)} must be positive, got {got}", by_option)
         for pair in self.skip_steps:
             if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
                 raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")
@@ -619,9 +626,10 @@ class Recompute(Section):
     @model_validator(mode="after")
     def _check(self) -> Recompute:
         if self.mode == "none" and (self.method, self.layers) != ("uniform", 1):
-            raise ValueError(
+            raise Excluded(
                 f"nothing is recomputed: expected method='uniform' and layers=1, got '{self.method}' and {self.layers} "
-                f"([recompute] mode, [recompute] method, [recompute] layers)"
+                f"([recompute] mode, [recompute] method, [recompute] layers)",
+                {"recompute.mode": ["recompute.method", "recompute.layers"]},
             )
         return self
 
@@ -661,9 +669,10 @@ class Precision(Section):
         scales = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         changed = [name for name in scales if getattr(self, name) != type(self).model_fields[name].default]
         if self.params != "float16" and changed:
-            raise ValueError(
+            raise Excluded(
                 f"there is no loss scale for [precision] {', '.join(changed)}: expected params = 'float16', got "
-                f"'{self.params}' ([precision] params)"
+                f"'{self.params}' ([precision] params)",
+                {"precision.params": [f"precision.{name}" for name in changed]},
             )
         if self.initial_loss_scale < self.min_loss_scale:
             raise ValueError(

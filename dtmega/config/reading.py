@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dtmega.config.schema import SectionClasses, choices_of, condition
+from dtmega.config.schema import Excluded, Section, SectionClasses, choices_of, condition
 from dtmega.files import urls
 from dtmega.files.untrusted_json import parse_toml
 
@@ -24,7 +24,7 @@ SHOWN = 200  # a message shows at most this many characters of a wrong value
 LARGEST = 2**53  # no size or length comes near; larger integers overflow in torch, and a browser rounds them
 REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
-Sections = TypeVar("Sections", bound=BaseModel)
+Sections = TypeVar("Sections", bound=Section)
 
 
 class ConfigError(ValueError):
@@ -43,6 +43,8 @@ class Suggester(Protocol):
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
 
     def of_section(self, section: str) -> str: ...
+
+    def section(self, written: str) -> str: ...
 
 
 Suggestions = Callable[[], Suggester]
@@ -166,7 +168,7 @@ def validate(
     suggestions: Suggestions,
     overrides: Sequence[Override] = (),
 ) -> Sections:
-    """Make typed sections from values and options.
+    """Make typed sections from values and options. An option replaces keys of the file that exclude it (`Excluded`).
 
     Args:
         kind: class of the configuration, with one field per section.
@@ -195,24 +197,62 @@ def validate(
     }
     merged = _known_keys(tables, chosen, source, suggestions, refusals)
     _apply_overrides(merged, overrides, chosen, suggestions, refusals)
-    for section, table in merged.items():
-        for k, value in table.items():
-            if urls.holds_credentials(repr(value)):
-                where = _where(section, k, source, overrides)
-                refusals.append(f"{where}: expected no URL with credentials, which belong in the environment")
-            if type(value) is int and abs(value) > LARGEST:
-                where = _where(section, k, source, overrides)
-                refusals.append(f"{where}: expected an integer of at most {LARGEST}, got {value!r:.{SHOWN}}")
+    refusals += _unusable_values(merged, source, overrides)
     if refusals:
         raise ConfigError("\n".join(dict.fromkeys(refusals)))
     for section, (kinds, value) in chosen.items():
         if kinds.discriminator and section in merged:
             merged[section][kinds.discriminator] = value
-    try:
-        return kind.model_validate(merged)
-    except ValidationError as error:
-        lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # pydantic reports one error per type of a union
+    replacements: list[str] = []
+    while True:
+        try:
+            sections = kind.model_validate(merged)
+            sections._replaced = tuple(replacements)
+            return sections
+        except ValidationError as error:
+            removed = _remove_excluded(merged, error, overrides, source)
+            if not removed:
+                lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
+                # pydantic reports one error per type of a union
+                raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+            replacements += removed
+
+
+def _unusable_values(
+    merged: Mapping[str, Mapping[str, Any]], source: str, overrides: Sequence[Override]
+) -> Iterator[str]:
+    """Messages about values that no key may have: URLs that hold credentials, and integers above LARGEST."""
+    for section, table in merged.items():
+        for k, value in table.items():
+            if urls.holds_credentials(repr(value)):
+                where = _where(section, k, source, overrides)
+                yield f"{where}: expected no URL with credentials, which belong in the environment"
+            if type(value) is int and abs(value) > LARGEST:
+                where = _where(section, k, source, overrides)
+                yield f"{where}: expected an integer of at most {LARGEST}, got {value!r:.{SHOWN}}"
+
+
+def _remove_excluded(
+    merged: Mapping[str, dict[str, Any]], error: ValidationError, overrides: Sequence[Override], source: str
+) -> list[str]:
+    """Remove the file's keys that options exclude, unless options set these keys too.
+
+    Returns:
+        A line for each removed key.
+    """
+    given = {f"{override.section}.{override.key}": override for override in overrides}
+    lines: list[str] = []
+    for fault in error.errors():
+        excluded = fault.get("ctx", {}).get("error")
+        by_option = excluded.by_option if isinstance(excluded, Excluded) else {}
+        for name in given:
+            if name not in by_option or given.keys() & set(by_option[name]):
+                continue
+            for section, _, k in (other.partition(".") for other in by_option[name]):
+                if value := merged.get(section, {}).pop(k, None):
+                    was = f"{k} = {value!r:.{SHOWN}}"
+                    lines.append(f"{given[name].option} replaces {was} of {source} ([{section}] {k})")
+    return lines
 
 
 def _choose_class(
@@ -243,11 +283,13 @@ def _known_keys(
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
         merged[section] = dict(table)
-        if section not in chosen and not table:
+        meant = section
+        if section not in chosen and (not table or suggestions().section(section)):
             refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggestions().of_section(section)}")
+            meant = suggestions().section(section)
         for k in merged[section]:
             # Finding a suggestion takes a millisecond or two, so the number of suggestions is limited.
-            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggestions)):
+            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, meant, k, source, suggestions)):
                 refusals.append(unknown)
     return merged
 
@@ -331,9 +373,11 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     lowered = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))
     hint = f"; write {lowered}" if is_flag and lowered in ("true", "false") else ""
-    if error["type"] == "list_type" and isinstance(error["input"], str):
-        listed = as_list(error["input"])
-        hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
+    if error["type"] == "list_type":
+        expected = "expected a list"
+        if isinstance(error["input"], str):
+            listed = as_list(error["input"])
+            hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
         hint += f" ({field.description})"
     return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from dtmega.files import urls
@@ -35,10 +35,31 @@ def key(default: Any, line: str, **bounds: Any) -> Any:
     return Field(default, description=line, **bounds)
 
 
+class Excluded(ValueError):
+    """Keys exclude each other. If the command line has one of them, it replaces those of the file (`reading.validate`).
+
+    Args:
+        message: message for a configuration that has the keys in one place.
+        by_option: mapping from a key that may be on the command line to the file's keys that it replaces. All keys are
+            written as `section.key`.
+    """
+
+    def __init__(self, message: str, by_option: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(message)
+        self.by_option = by_option
+
+
 class Section(BaseModel):
     """Base class of all sections: frozen, with no unknown keys, no type conversion, and no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    _replaced: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """A line for each key of the file that an option with another name has replaced (`reading.validate`)."""
+        return self._replaced
 
 
 @dataclass(frozen=True)

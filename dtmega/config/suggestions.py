@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +45,13 @@ def read_synonyms() -> tuple[list[Synonym], dict[str, str]]:
     return [Synonym(*row) for row in table["synonyms"]], sections
 
 
+def closest(name: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Up to `n` known names that `name` may be a typo of, the likeliest first: `dri` is `dir` with letters swapped."""
+    known = list(known)
+    swapped = [other for other in known if sorted(other) == sorted(name)]
+    return (swapped + difflib.get_close_matches(name, known, n, LIKENESS))[:n]
+
+
 class SimilarKeys:
     """Suggestions for keys and sections that do not exist.
 
@@ -83,9 +90,9 @@ class SimilarKeys:
             return f"; there is no key of that meaning: {synonym.how}"
         if elsewhere := [f"{other}.{name}" for other, kinds in self._kinds.items() if kinds.declarations(name)]:
             return self._did_you_mean(elsewhere, "", families, option)
-        if here and (typo := difflib.get_close_matches(name, self._keys(here, families), 1, LIKENESS)):
+        if here and (typo := closest(name, self._keys(here, families))):
             return self._did_you_mean([f"{here}.{typo[0]}"], "", families, option)
-        if typo := difflib.get_close_matches(name, self._synonyms, 1, LIKENESS):
+        if typo := closest(name, self._synonyms):
             return self.of_key(section, typo[0].rpartition(".")[2], families, option)
         if not here:
             return f"; the sections are {', '.join(self._kinds)}"
@@ -105,7 +112,7 @@ class SimilarKeys:
             return name
         if name in self._sections:
             return self._sections[name]
-        typo = difflib.get_close_matches(name, self._kinds, 1, LIKENESS)
+        typo = closest(name, self._kinds)
         return typo[0] if typo else ""
 
     def _keys(self, section: str, families: Mapping[str, str]) -> Sequence[str]:

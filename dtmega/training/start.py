@@ -101,11 +101,13 @@ def read_configuration(
     """
     with startup.step("configuration") as step:
         saved_cfg = families.resolve(config.load(argv))
+        if saved_cfg.replaced and startup.rank == 0:
+            console.say("\n".join(saved_cfg.replaced))
         if elsewhere is None:
             device = mesh.pick_device(saved_cfg.run.device)
             elsewhere = startup.size, device, mesh.memory_bytes(device)
         world, device, device_bytes = elsewhere
-        sizes = mesh.resolve(saved_cfg.mesh, world)
+        sizes = mesh.resolve(saved_cfg.mesh, world, "--nproc-per-node" if startup.size == world else "--world")
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
         check_profile(cfg.profile, device, world)

@@ -312,6 +312,12 @@ def test_verify_plan_hands_on_its_options_and_the_exit_code(monkeypatch, no_sequ
     assert asked == [(Path("d"), "tp", 3, not no_sequence_parallel, generic)]
 
 
+def test_a_folder_of_transformers_is_named_as_such_by_generate(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert command(["generate", str(tmp_path), "--prompt", "a"]) == exit_codes.REFUSED
+    assert "but a model of transformers (config.json)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "1e-6", "0.8", "1e6"])
 def test_a_temperature_in_its_bounds_is_taken(text, capsys):
     assert command([*GENERATE, "--temperature", text]) == exit_codes.REFUSED  # there is no run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,12 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ("[optim]\nlearning_rte = 1.0", "unknown key 'learning_rte' in [optim]; did you mean [optim] lr?"),
         ("[optim]\nclip-grad = 1.0", "unknown key 'clip-grad' in [optim]; did you mean [optim] clip_grad?"),
         ("[model]\nhiden_size = 1", "unknown key 'hiden_size' in [model]; did you mean [model] hidden_size?"),
-        ("[optimm]\nlr = 1.0", "unknown section [optimm] of key 'lr'; did you mean [optim] lr?"),
+        ("[modle]\nn_layers = 2\nhiden_size = 4", "test.toml: unknown section [modle]; did you mean [model]?\n"),
+        ("[modle]\nhiden_size = 4", "unknown key 'hiden_size' in [model]; did you mean [model] hidden_size?"),
+        ("[training]\nlr = 4.0", "unknown section [training]; did you mean [train]?"),
+        ("[run]\ndri = 'x'", "unknown key 'dri' in [run]; did you mean [run] dir?"),
+        ("[model]\ntop_k = 2", "did you mean [model] experts_per_token? For name = 'moe'"),
+        ("[profile]\nsteps = 5", "[profile] steps: expected a list, got 5 ([first, last]: trace these steps"),
         ("[optimm]", "unknown section [optimm]; did you mean [optim]?"),
         ("[zzz]", "unknown section [zzz]; the sections are run, model, data"),
         (
@@ -220,9 +226,10 @@ def test_a_configuration_of_another_trainer_is_answered_whole(tmp_path: Path):
     answers = [line.partition("did you mean ")[2].partition("?")[0] for line in str(refused.value).splitlines()]
     assert answers == [
         "[optim] lr",
+        "[train]",
         "[train] steps",
         "[data] seq_len",
-        "[mesh] tp",
+        "[mesh]",
         "[optim] min_lr",
         "--mesh.dp_shard or --mesh.dp_replicate",
     ]
@@ -431,12 +438,12 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
         ("--run.dir=", "--run.dir: String should have at least 1 character, got ''"),
         (
             "--data.validation=a,b",
-            """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]' """
+            """--data.validation: expected a list, got 'a,b'; write --data.validation '["a", "b"]' """
             "(additional validation sets, each with its own loss: 'NAME=PREFIX', or mixtures as in train)",
         ),
         (
             "--data.weights=0.3,1",
-            "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]' "
+            "--data.weights: expected a list, got '0.3,1'; write --data.weights '[0.3, 1]' "
             "(one positive weight per path, normalised; empty = proportional to the number of tokens)",
         ),
         (
@@ -634,12 +641,86 @@ def test_help_of_a_section_is_its_part_of_the_whole_help(argv: list[str], capsys
     assert printed in config.help_text()
 
 
-def test_a_warm_up_on_the_command_line_replaces_that_of_the_file(tmp_path: Path):
-    both = ("--optim.warmup_fraction=0.5", "--optim.warmup=7")
-    assert load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=9", both[1]).optim.warmup_until(9) == 7
-    assert load(tmp_path, "[optim]\nwarmup = 7", "--train.steps=9", both[0]).optim.warmup_until(9) == 4.5
-    with pytest.raises(ConfigError, match="two lengths of the warm-up"):
-        load(tmp_path, "", "--train.steps=9", *both)
+EXCLUDED = {
+    "--train.steps 20": ("[train]\nepochs = 3", "--train.steps replaces epochs = 3 of {} ([train] epochs)"),
+    "--train.epochs 2": ("[train]\nsteps = 9\nsamples = 0", "--train.epochs replaces steps = 9 of {} ([train] steps)"),
+    "--train.steps 9 --data.train 'a: 1 0:1 x'": (
+        "[data]\nsplit = '9,1,0'\nweights = []",
+        "--data.train replaces split = '9,1,0' of {} ([data] split)",
+    ),
+    "--train.steps 9 --data.path x": (
+        "[data]\ntrain = 'a: 1 0:1 y'\ntest = ''",
+        "--data.path replaces train = 'a: 1 0:1 y' of {} ([data] train)",
+    ),
+    "--train.steps 9 --optim.warmup 2": (
+        "[optim]\nwarmup_fraction = 0.1",
+        "--optim.warmup replaces warmup_fraction = 0.1 of {} ([optim] warmup_fraction)",
+    ),
+    "--train.steps 9 --optim.warmup_fraction 0.5": (
+        "[optim]\nwarmup = 7",
+        "--optim.warmup_fraction replaces warmup = 7 of {} ([optim] warmup)",
+    ),
+    "--train.steps 9 --optim.name sgd": (
+        "[optim]\nbeta2 = 0.9",
+        "--optim.name replaces beta2 = 0.9 of {} ([optim] beta2)",
+    ),
+    "--train.steps 9 --lora.rank 0": (
+        "[lora]\nrank = 4\nalpha = 8.0",
+        "--lora.rank replaces alpha = 8.0 of {} ([lora] alpha)",
+    ),
+    "--train.steps 9 --recompute.mode none": (
+        "[recompute]\nmode = 'full'\nlayers = 2",
+        "--recompute.mode replaces layers = 2 of {} ([recompute] layers)",
+    ),
+    "--train.steps 9 --precision.params bfloat16": (
+        "[precision]\nparams = 'float16'\nhysteresis = 3",
+        "--precision.params replaces hysteresis = 3 of {} ([precision] hysteresis)",
+    ),
+}
+
+
+@pytest.mark.parametrize("options", EXCLUDED)
+def test_an_option_replaces_the_keys_of_the_file_that_exclude_it_and_a_line_says_so(tmp_path: Path, options: str):
+    toml, line = EXCLUDED[options]
+    words = shlex.split(options)
+    cfg = load(tmp_path, toml, *words)
+    assert cfg.replaced == (line.format(tmp_path / "test.toml"),)
+    alone = load(tmp_path, "", *words)
+    section = words[-2][2:].partition(".")[0]
+    assert getattr(cfg, section) == getattr(alone, section)
+
+
+@pytest.mark.parametrize(
+    ("toml", "options"),
+    [
+        ("", ["--train.steps=2", "--train.epochs=2"]),
+        ("[train]\nsamples = 9", ["--train.steps=2", "--train.epochs=2"]),
+        ("", ["--train.steps=2", "--data.train=a: 1 0:1 x", "--data.split=1,1,1"]),
+        ("", ["--train.steps=2", "--optim.warmup=2", "--optim.warmup_fraction=0.1"]),
+        ("[optim]\nname = 'sgd'", ["--train.steps=2", "--optim.beta2=0.9"]),
+        ("[train]\nsteps = 2\nepochs = 2", ["--run.seed=1"]),
+    ],
+)
+def test_keys_that_exclude_each_other_in_one_place_are_refused(tmp_path: Path, toml: str, options: list[str]):
+    with pytest.raises(ConfigError):
+        load(tmp_path, toml, *options)
+
+
+def test_a_warm_up_of_0_steps_is_none_whatever_fraction_the_file_has(tmp_path: Path):
+    cfg = load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=100", "--optim.warmup=0")
+    assert cfg.optim.warmup_until(100) == 0
+
+
+def test_an_unknown_section_is_named_once_whatever_known_keys_it_has(tmp_path: Path):
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, "[modle]\nn_layers = 2\nhidden_size = 4\n[train]\nsteps = 1")
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "meant"), [("llama3-8b.toml", "llama-3-8b.toml"), ("blom", "bloom.toml")])
+def test_a_file_that_does_not_exist_is_an_error_with_the_nearest_name_only(name: str, meant: str):
+    with pytest.raises(ConfigError, match=rf"did you mean {meant}( or \S+)*\?$"):
+        config.load(["--config", name])
 
 
 def test_help_fits_into_80_columns(printed_help: str):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtmega import config, families, mesh
+from dtmega.checkpoint.starting import weights_beside
 from dtmega.models import lora
 from dtmega.models.llama import MLP
 from dtmega.models.lora import linears
@@ -91,10 +92,16 @@ def test_an_adapter_adds_its_product_times_alpha_divided_by_the_rank(rank: int, 
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_adapters_without_weights_to_adapt_are_refused_with_the_keys():
+    cfg = config.validate({"lora": {"rank": 2}, "train": {"steps": 1}}, "test")
+    with pytest.raises(ValueError, match=r"\[lora\] rank = 2 without weights .* \(\[model\] init_from"):
+        weights_beside(cfg, [], lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_projection"], "no linear layer has a name like 'q_projection'; there are 'model.layers.0"),
+        (["q_projection"], "no linear layer has a name like 'q_projection'; expected q_proj, k_proj"),
         (["experts"], "MixtralExperts with weights [4, 96, 64]: experts have no adapters"),
         (["lm_head"], "'lm_head' matches lm_head, a Linear: expected linear layers inside the blocks"),
         (["q_proj", "embed_tokens"], "'embed_tokens' matches model.embed_tokens, a Embedding"),

@@ -173,6 +173,11 @@ def test_json_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path, 
     assert "--json" in refusal([*PLAN, "--json", str(tmp_path / "gone" / "plan.json")], capsys)
 
 
+def test_a_mesh_that_does_not_make_the_ranks_is_refused_with_the_option_of_the_command(capsys):
+    assert command(["plan", "--config", "bloom.toml", "--world", "4", "--mesh.tp", "3"]) == exit_codes.REFUSED
+    assert "all there are ([mesh]; --world): 4 % 3 = 1, expected 0" in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_in_one_line(monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -182,13 +187,15 @@ def test_ctrl_c_leaves_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "dtmega plan: interrupted\n"
 
 
-@pytest.mark.parametrize("text", ["80 GiB/s", "GiB", "-1GiB", "1e9", "80GiBB"])
+@pytest.mark.parametrize("text", ["80 GiB/s", "GiB", "-1GiB", "1e9", "80GiBB", "80", "80B"])
 def test_a_number_of_bytes_that_cannot_be_read_is_refused(text: str):
     with pytest.raises(ValueError, match="--memory"):
         job.read_option("--memory", text)
 
 
-@pytest.mark.parametrize(("text", "n_bytes"), [("1.5GiB", 3 * 2**29), ("2gb", 2 * 10**9), ("1 TiB", 2**40), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "n_bytes"), [("1.5GiB", 3 * 2**29), ("2gb", 2 * 10**9), ("1 TiB", 2**40), ("7000", 7000)]
+)
 def test_a_number_of_bytes_has_binary_and_decimal_units(text: str, n_bytes: int):
     assert job.read_option("--reserve", text) == n_bytes
 

@@ -25,5 +25,5 @@ def command(args: argparse.Namespace) -> int:
     from dtmega import mesh
 
     sizes = {axis: getattr(args, axis) for axis in (*mesh.AXES, "ep")}
-    print(mesh.describe_groups(mesh.resolve(config.Mesh.model_construct(**sizes), args.world), args.ep))
+    print(mesh.describe_groups(mesh.resolve(config.Mesh.model_construct(**sizes), args.world, "--world"), args.ep))
     return exit_codes.DONE

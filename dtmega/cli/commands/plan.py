@@ -99,6 +99,8 @@ def command(args: argparse.Namespace) -> int:
     machine = machine_of(args.device or "cuda", args.fabric, args.memory, args.reserve)
     check_files(args)
     asked = config.load(["--config", args.config, *args.keys])
+    for line in asked.replaced:
+        console.say(line)
     if args.search:
         return search_layouts(asked, machine, args)
     return plan_one(lay_out(asked, args.world, machine, args.imbalance or 1.0), args)

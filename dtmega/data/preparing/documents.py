@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from dtmega.data.preparing.messages import is_conversation
 from dtmega.data.preparing.text_files import RecordBatch, part_starts
 
 
@@ -62,7 +63,9 @@ def document_text(record: bytes | None, number: int, kind: str, key: str) -> str
     value = _parsed(text)
     if not isinstance(value, dict) or key not in value:
         got = f"keys {list(value)[:8]}" if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
+        is_chat = isinstance(value, dict) and is_conversation(value)
+        cure = "; for conversations: --chat" if is_chat else ""
+        raise ValueError(f"expected an object with '{key}' (--json-key), got {got}{cure}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
     value[key].encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate (\ud83d), which JSON allows

@@ -6,7 +6,7 @@ A data set's metadata is a `Record`, stored in its PREFIX.meta.json.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtmega.data.indexed_files.dataset import IndexedDataset
@@ -48,8 +48,8 @@ def in_order(parts: Sequence[Part]) -> Sequence[Part]:
             )
         if place is not None and _text_of(part) != _text_of(first):
             raise ValueError(
-                f"{part.dataset.prefix}.meta.json and {first.dataset.prefix}.meta.json say which text these are parts "
-                f"of: expected the same of both, got {_text_of(part)} and {_text_of(first)}"
+                f"{part.dataset.prefix} is a part of another text than {first.dataset.prefix}, as their .meta.json "
+                f"say: {_differences(_text_of(part), _text_of(first))}"
             )
     if place is None:
         return parts
@@ -70,6 +70,21 @@ def _text_of(part: Part) -> dict[str, Any]:
     return part.place.model_dump(exclude={"number"})
 
 
+def _differences(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    """The entries in which two records differ, in words."""
+    if one is None or other is None:
+        return f"the {'first' if one is None else 'second'} has none"
+    lines = []
+    for key in dict.fromkeys([*one, *other]):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines.append(_differences(a, b))
+        elif a != b:
+            names = ["none" if value is None else f"{value!r:.80}" for value in (a, b)]
+            lines.append(f"{key} is {names[0]}, not {names[1]}")
+    return "; ".join(line for line in lines if line)
+
+
 def joined_record(parts: Sequence[Part]) -> Record | None:
     """Merge the parts' records: keep the shared settings and add up the counts. Returns None if no part has a record.
 
@@ -83,8 +98,8 @@ def joined_record(parts: Sequence[Part]) -> Record | None:
         expected, got = _how_made(first, part), _how_made(part, part)
         if got != expected:
             raise ValueError(
-                f"{part.dataset.prefix}.meta.json and {first.dataset.prefix}.meta.json say how the parts were "
-                f"tokenised: expected the same of both, got {got or 'nothing'} and {expected or 'nothing'}"
+                f"{part.dataset.prefix} was tokenised in another way than {first.dataset.prefix}, as their .meta.json "
+                f"say: {_differences(got, expected)}"
             )
     records = [part.record for part in parts if part.record]
     if first.record is None:

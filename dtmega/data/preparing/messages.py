@@ -57,6 +57,11 @@ def messages_of(record: Mapping[str, Any], key: str | None, roles: Mapping[str, 
     return messages
 
 
+def is_conversation(record: Mapping[str, Any]) -> bool:
+    """True if a record has the keys of one of the formats."""
+    return any(name in record for name in LISTS) or any(set(pair) <= record.keys() for pair in PAIRS)
+
+
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     """The tools that a record offers to the assistant; None if the record offers no tools.
 

@@ -83,6 +83,7 @@ def write(args: argparse.Namespace) -> str:
     batches = text_files.read_batches(share.files, key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     total_bytes = sum(file.n_bytes for file in share.files) or None  # None: the size of standard input is not known
     n_empty = n_malformed = 0
+    first = ""
     with (
         IndexedWriter(share.prefix, token_dtype(tokenizer.vocab_size)) as writer,
         tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar,
@@ -90,6 +91,7 @@ def write(args: argparse.Namespace) -> str:
     ):
         for result in results:
             for where in result.malformed:
+                first = first or f"; the first: {where}"
                 if args.strict:
                     raise ValueError(f"{where} (--strict)")
                 if n_malformed < SHOWN:
@@ -100,7 +102,7 @@ def write(args: argparse.Namespace) -> str:
             bar.update(result.position_bytes - bar.n)
         if len(writer) == 0 and share.part is None:
             raise ValueError(
-                f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
+                f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty){first}"
             )
         is_cut = args.split_sentences is not None
         writer.about = text_of(

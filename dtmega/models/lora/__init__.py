@@ -143,8 +143,8 @@ def _why_none(model: Model, known: dict[str, Linear], pattern: str) -> str:
             return f"'{pattern}' matches {name}, a {kind}: expected linear layers inside the blocks"
     if not known:
         return f"no linear layer has a name like '{pattern}': {type(model).__name__} has none inside its blocks"
-    first, *_, last = *known, *known
-    return f"no linear layer has a name like '{pattern}'; there are '{first}' to '{last}'"
+    endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
+    return f"no linear layer has a name like '{pattern}'; expected {endings}, or a name such as '{next(iter(known))}'"
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -153,7 +153,7 @@ def lay_out(asked: Config, world: int | None, machine: Machine, imbalance: float
             fabric lacks the speed of matrix products in the configured dtype, or no rank can have the load `imbalance`.
     """
     asked = families.resolve(asked)
-    sizes = mesh.resolve(asked.mesh, world or world_of(asked))
+    sizes = mesh.resolve(asked.mesh, world or world_of(asked), "--world")
     cfg = with_micro_batch_size(asked, sizes)
     check(cfg, sizes, machine.device)
     check_sizes(cfg.batch, sizes["dp_replicate"] * sizes["dp_shard"])
@@ -215,4 +215,7 @@ def read_option(option: str, text: str | None) -> int | None:
     matched = BYTES.fullmatch(text.strip())
     if matched is None or matched[2].upper() not in UNITS:
         raise ValueError(f"{option} {text:.80}: expected a number of bytes such as 80GiB, 80GB or 85899345920")
-    return round(float(matched[1]) * UNITS[matched[2].upper()])
+    n_bytes = round(float(matched[1]) * UNITS[matched[2].upper()])
+    if 0 < n_bytes < 1000:
+        raise ValueError(f"{option} {text:.80} is {n_bytes} bytes: expected a unit, such as {matched[1]}GiB")
+    return n_bytes

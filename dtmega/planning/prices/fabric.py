@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dtmega.config import reading
 from dtmega.config.schema import Section, key
@@ -76,10 +76,9 @@ class Network(Section):
     sources: Sources = key({}, "where each number comes from, by key")
 
 
-class Fabric(BaseModel):
+class Fabric(Section):
     """A cluster of identical nodes with identical GPUs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     gpu: Gpu
     node: Node
     network: Network
@@ -106,6 +105,10 @@ class _Suggester:
 
     def of_section(self, section: str) -> str:
         return f"; expected [{'], ['.join(SECTIONS)}]"
+
+    def section(self, written: str) -> str:
+        """The section that a name may mean; '' as a fabric has too few sections for guesses."""
+        return ""
 
 
 def names() -> list[str]:

@@ -130,10 +130,15 @@ def test_merged_conversations_are_those_tokenised_at_once_and_the_counts_add_up(
         assert (tmp_path / f"merged.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
     template = tmp_path / "other.jinja"
     template.write_text(TURNS_FILE.read_text() + " ")
-    for option in (("--train-on", "last"), ("--chat-template", template)):
+    for option, differs in (
+        (("--train-on", "last"), "train_on is 'last', not"),
+        (("--chat-template", template), "template is '"),
+    ):
         assert tokenize(tmp_path, first, "--skip-empty", *option, "--overwrite", name="two") == exit_codes.DONE
         assert main([*argv, "--overwrite"]) == exit_codes.REFUSED
-        assert "say how the parts were tokenised: expected the same of both" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"two was tokenised in another way than {tmp_path}/one, as their .meta.json say: {differs}" in said
+        assert "{" not in said
 
 
 @pytest.mark.parametrize("of", [3, *(pytest.param(of, marks=pytest.mark.full) for of in (1, 12))])

@@ -281,9 +281,9 @@ def test_only_all_parts_of_one_text_are_merged(tmp_path, given, capsys):
     for names, message in (
         ([zero, two], "expected each part from 0 to 2 once, as .*got 2 parts without part 1 .*--part 1/3"),
         ([two], "got 1 part without part 0"),
-        ([one, two, "four.part-0-of-4"], "expected the same of both, got {'of': 4, .*and {'of': 3, "),
-        ([one, two, "closed.part-0-of-3"], "'settings': "),
-        ([one, two, "other.part-0-of-3"], "'input': "),
+        ([one, two, "four.part-0-of-4"], "another text than .*a.part-1-of-3, as .* say: of is 4, not 3;"),
+        ([one, two, "closed.part-0-of-3"], "another text .*: settings is '.*', not '"),
+        ([one, two, "other.part-0-of-3"], "another text .*: input is '.*', not '"),
         ([zero, one, two, "whole"], "a.part-0-of-3 is a part of a text .*, and .*whole is not"),
         (["whole", one], "a.part-1-of-3 is a part of a text .*, and .*whole is not"),
     ):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from dtmega.interop.megatron.bash import run
 from dtmega.interop.megatron.bash.words import Unknown, Word, known, unknowns, written
-from dtmega.interop.megatron.launch.flags import by_name, first_name
-from dtmega.interop.megatron.launch.row import MANY
+from dtmega.interop.megatron.launch.flags import first_name, row_of
+from dtmega.interop.megatron.launch.row import MANY, Flag
 
 SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
 # Programs that can have a pretrain_*.py script as an argument without running the script.
@@ -138,13 +138,13 @@ def _files_beside(launch: run.Launch, folder: Path | None) -> dict[str, str]:
 def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> Command:
     """Group the words after the training script by flag."""
     first = next(i for i, word in enumerate(words) if _script(word))
-    flags = by_name()
     values: dict[str, list[str]] = {}
     stray: list[str] = []
     lines: dict[str, int] = {}
     unknown: dict[str, Unknown] = {}
     names: dict[str, str] = {}
     flag = ""  # the last flag
+    row: Flag | None = None  # the last flag's row in the table
     room = 0  # number of values that the last flag still accepts; MANY (a negative number) means no limit
     for word in words[first + 1 :]:
         text = written(word)
@@ -156,11 +156,10 @@ def _sorted_by_flag(words: Sequence[Word], files: Mapping[str, str | None]) -> C
             lines[flag] = word[0].line
             values[flag] = [value] if equals else []
             unknown.pop(flag, None)
-            n_values = flags[name].n_values if name in flags else MANY
+            row = row_of(name)
+            n_values = row.n_values if row else MANY
             room = 0 if equals else n_values
-        elif room and (
-            room != MANY or flag not in flags or known(word) is not None or len(word) > 1 or not values[flag]
-        ):
+        elif room and (room != MANY or row is None or known(word) is not None or len(word) > 1 or not values[flag]):
             values[flag].append(text)
             room -= 1
         else:

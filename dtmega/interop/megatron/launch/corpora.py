@@ -42,7 +42,7 @@ def _set_size(draft: Draft, kind: str) -> None:
     else:
         hint = " (50257 with GPT-2's own files)" if kind == "GPT2BPETokenizer" else ""
         draft.lack("model.vocab_size", f"the size of the tokenizer, which no flag gives{hint}")
-    if flag == "pad-vocab-size-to":
+    if flag == "pad-vocab-size-to" or draft.has("no-pad-vocab-size"):
         return
     multiple, tp = draft.number("make-vocab-size-divisible-by"), draft.number("tensor-model-parallel-size")
     if multiple is not None and tp is not None:
@@ -145,6 +145,8 @@ def set_evaluation(draft: Draft) -> None:
     if draft.number("eval-iters") == 0:
         draft.keys.pop("eval.steps", None)
         draft.keys["eval.interval"] = 0
+    # Megatron deletes no checkpoint.
+    draft.keys["checkpoint.keep"] = 0
     save, load = draft.value("save"), draft.value("load")
     if save and not draft.unknown("--save"):
         draft.keys["checkpoint.dir"] = save

@@ -10,7 +10,7 @@ import tomli_w
 from dtmega import config
 from dtmega.config.schema import SectionClasses
 from dtmega.interop.megatron.launch.command import Command
-from dtmega.interop.megatron.launch.flags import by_name, first_name
+from dtmega.interop.megatron.launch.flags import by_name, first_name, row_of
 from dtmega.interop.megatron.launch.row import Flag
 
 # Family -> key in the table of flags -> name of the key in this family.
@@ -164,6 +164,8 @@ class Draft:
     @staticmethod
     def _typed(kind: Any, value: str | None) -> Any:
         """Convert a value to the type of its key; None if the key needs a number and the value is not a number."""
+        if kind is bool:
+            return bool(value)  # as argparse does with `type=bool`: any word is true
         number = None if value is None else as_number(value)
         if kind is int and isinstance(number, float) and number.is_integer():
             return int(number)
@@ -179,9 +181,11 @@ class Draft:
             ValueError: a name in `allowed` belongs to no open decision.
         """
         for name, values in self.command.values.items():
-            flag = self.flags.get(name)
+            flag = row_of(name)
             if flag is None:
                 self.refuse(name, "unknown flag")
+            elif len(values) < flag.n_values and not self.unknown(name):
+                self.refuse(name, f"without its value: expected {flag.n_values}, got {len(values)}")
             elif name in self.open or name in self.notes or name in self.read:
                 continue
             elif flag.changes and not (values and values[0] in flag.neutral):

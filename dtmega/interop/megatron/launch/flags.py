@@ -1,12 +1,15 @@
 """Table of Megatron's flags: each row lists the keys that replace a flag, or gives the reason why there is no key.
 
-The table has the pre-training flags and their defaults, taken from `megatron/arguments.py` in Megatron-LM and in
-BigScience's Megatron-DeepSpeed. The modules in this folder read the table, and `docs/from-megatron.md` shows the table.
+The table has the flags of Megatron-LM and of its two forks for DeepSpeed, from 2019 to 2026, with the defaults in their
+arguments files. The modules in this folder read the table, and `docs/from-megatron.md` shows the table.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 from dtmega.interop.megatron.launch.expert_flags import EXPERTS
+from dtmega.interop.megatron.launch.flags_without_keys import NO_EFFECT, NOT_BUILT
 from dtmega.interop.megatron.launch.model_flags import MODEL
 from dtmega.interop.megatron.launch.row import MANY, Flag, gone, lost, other, same, switch
 
@@ -22,16 +25,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         same("train-iters", "train.steps"),
         same("train-samples", "train.samples"),
         same("train-tokens", "train.tokens"),
-        same("kill-switch-path", "train.kill_switch"),
+        same("kill-switch-path|kill-switch-file", "train.kill_switch"),
         other(
             "skip-train-iteration-range",
             MANY,
             "train.skip_steps",
             "101-200 is [101, 200]; the samples of these steps are consumed here",
         ),
+        other("iterations-to-skip", MANY, "train.skip_steps", "the samples of these steps are consumed"),
         same("exit-interval", "train.exit_interval"),
         same("exit-duration-in-mins", "train.exit_duration_min"),
-        lost("step-batch-size-schedule", MANY, "only --rampup-batch-size is built"),
+        lost("step-batch-size-schedule", 1, "only --rampup-batch-size is built"),
         gone("calculate-per-token-loss", 0, "the loss of a step is the mean over its tokens"),
         lost("gas", 1, "old name of a number of microbatches: use --global-batch-size"),
         lost("no-train", 1, "use [eval] only"),
@@ -81,12 +85,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         same("adam-beta2", "optim.beta2", "0.999"),
         same("adam-eps", "optim.eps", "1e-8"),
         lost("use-bnb-optimizer", 0, "moments are fp32 and sharded over the data ranks"),
-        other("cpu-optimizer", 0, "fsdp.cpu_offload", "shards and moments in host memory"),
+        other("cpu-optimizer|optimizer-cpu-offload", 0, "fsdp.cpu_offload", "shards and moments in host memory"),
         gone("cpu_torch_adam", 0, "AdamW is always torch's"),
         gone("override-lr-scheduler", 0, "always on: the configuration counts, and what changed is printed"),
-        gone("override-opt_param-scheduler", 0, "always on: the configuration counts, and what changed is printed"),
         gone(
-            "use-checkpoint-lr-scheduler use-checkpoint-opt_param-scheduler no-load-lr-state",
+            "override-opt_param-scheduler|override-opt-param-scheduler",
+            0,
+            "always on: the configuration counts, and what changed is printed",
+        ),
+        gone(
+            "use-checkpoint-lr-scheduler use-checkpoint-opt_param-scheduler|use-checkpoint-opt-param-scheduler "
+            "no-load-lr-state",
             0,
             "start with the config.toml that the run wrote",
         ),
@@ -111,7 +120,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         gone("data-parallel-random-init", 0, "initial values are a function of the seed and the parameter's name"),
         gone(
             "use-cpu-initialization lazy-mpu-init",
-            0,
+            MANY,
             "each rank draws only the values that it holds, the same on any device",
         ),
         gone(
@@ -133,6 +142,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             1,
             "pipeline.virtual_stages pipeline.schedule",
             "stages per rank, L / pp / the flag's value, with the interleaved schedule",
+        ),
+        other(
+            "num-virtual-stages-per-pipeline-rank",
+            1,
+            "pipeline.virtual_stages pipeline.schedule",
+            "with the interleaved schedule",
         ),
         gone("pp-partition-method", 1, "stages are balanced by cost, or listed in [pipeline] stages"),
         other("sequence-parallel", 0, "mesh.sequence_parallel", "the default with tp"),
@@ -159,7 +174,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "with sequence parallelism, what a block keeps is already cut over tp",
         ),
         gone("sync-tp-duplicated-parameters", 0, "copies are compared bit by bit ([train] drift_interval)"),
-        gone("DDP-impl distributed-backend local_rank", 1, "FSDP2; nccl on GPUs, gloo on CPUs; torchrun sets the rank"),
+        gone(
+            "DDP-impl distributed-backend local_rank|local-rank",
+            1,
+            "FSDP2; nccl on GPUs, gloo on CPUs; torchrun sets the rank",
+        ),
         gone("use-contiguous-buffers-in-ddp deallocate-pipeline-outputs", 0, "handled by torch"),
         gone("no-scatter-gather-tensors-in-pipeline", 0, "stages always send their part of the sequence"),
         gone("deepspeed", 0, "FSDP2 cuts parameters, gradients and moments over [mesh] dp_shard"),
@@ -262,7 +281,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "Evaluation, logs, checkpoints": (
-        switch("eval-only", "eval.only"),
+        same("eval-only", "eval.only"),
+        switch("skip-train", "eval.only"),
         same("eval-interval", "eval.interval", "1000"),
         same("eval-iters", "eval.steps", "100"),
         same("log-interval", "log.interval", "100"),
@@ -276,9 +296,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             1,
             "see [log] and [profile]",
         ),
-        gone("profile-ranks", MANY, "see [profile]"),
+        gone("profile profile-ranks", MANY, "see [profile]"),
         gone(
-            "log-throughput log-memory-to-tensorboard log-optimizer-states-to-tensorboard nvtx-ranges profile "
+            "log-throughput log-memory-to-tensorboard log-optimizer-states-to-tensorboard nvtx-ranges "
             "use-pytorch-profiler log-progress log-straggler no-log-loss-scale-to-tensorboard "
             "log-world-size-to-tensorboard",
             0,
@@ -290,14 +310,19 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             0,
             "TensorBoard gets everything that metrics.jsonl gets",
         ),
-        other("save", 1, "checkpoint.dir", "by default checkpoints are in the run's directory"),
+        other(
+            "save",
+            1,
+            "checkpoint.dir checkpoint.keep",
+            "by default checkpoints are in the run's directory; Megatron keeps them all, so keep is 0",
+        ),
         other(
             "load",
             1,
             "checkpoint.resume",
             "'auto' resumes from the run's own newest checkpoint; Megatron's are converted first",
         ),
-        same("save-interval", "checkpoint.interval"),
+        same("save-interval|persistent-save-interval", "checkpoint.interval"),
         gone(
             "no-save-optim no-save-rng no-load-rng",
             0,
@@ -314,6 +339,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         lost("reset-iteration", 0, "start a new run with [model] init_from"),
         gone("inference", 0, "use dtmega generate"),
     ),
+    "Not built": NOT_BUILT,
+    "No effect on results": NO_EFFECT,
     "tools/preprocess_data.py": (
         gone("input json-keys output-prefix workers append-eod", MANY, "the same options of dtmega tokenize"),
         gone("split-sentences", 0, "the same option of dtmega tokenize"),
@@ -322,9 +349,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 }
 
 
+@cache
 def by_name() -> dict[str, Flag]:
     """Map each flag name to the flag's row in the table. All names of a flag map to the same row."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}
+
+
+def row_of(name: str) -> Flag | None:
+    """The row of a flag: its own, or that of a name with `*` that the flag begins with; None if there is neither."""
+    rows = by_name()
+    if name in rows:
+        return rows[name]
+    return next((flag for start, flag in rows.items() if start[-1] == "*" and name.startswith(start[:-1])), None)
 
 
 def first_name(name: str) -> str:

@@ -28,3 +28,6 @@ def set_layout(draft: Draft) -> None:
     if per_stage and n_layers and pp:
         draft.keys["pipeline.schedule"] = "Interleaved1F1B"
         draft.keys["pipeline.virtual_stages"] = int(n_layers // pp // per_stage)
+    if draft.has("num-virtual-stages-per-pipeline-rank"):
+        draft.keys["pipeline.schedule"] = "Interleaved1F1B"
+        draft.keys["pipeline.virtual_stages"] = draft.number("num-virtual-stages-per-pipeline-rank")

@@ -29,7 +29,9 @@ MODEL = (
         "model.name",
         "llama; a model without any positions is not built",
     ),
-    other("rotary-base|rope-theta", 1, "model.rope_theta", "for llama and moe", "10000"),
+    other(
+        "rotary-base|rope-theta|rotary-position-embeddings-theta", 1, "model.rope_theta", "for llama and moe", "10000"
+    ),
     other("use-rope-scaling", 0, "model.rope_factor", "Llama 3.1's scaling of low frequencies; for llama and moe"),
     other("rope-scaling-factor", 1, "model.rope_factor", "with --use-rope-scaling", "8.0"),
     lost("rotary-percent", 1, "rotary positions turn every channel of a head", "1 1.0 1.00"),
@@ -49,7 +51,8 @@ MODEL = (
     lost("apply-layernorm-1p", 0, "the weights of norms are stored as they are, without the 1"),
     lost("squared-relu quick-geglu enable-gpt-oss", 0, "not built"),
     lost("softmax-type", 1, "not built", "vanilla"),
-    lost("activation-func-clamp-value glu-linear-offset", 1, "not built"),
+    lost("activation-func-clamp-value", 1, "not built"),
+    lost("glu-linear-offset", 1, "not built", "0 0.0"),
     lost("multi-latent-attention", 0, "latent attention is not translated"),
     gone(
         "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale "
@@ -83,11 +86,12 @@ MODEL = (
         "128",
     ),
     other(
-        "pad-vocab-size-to",
+        "pad-vocab-size-to|padded-vocab-size",
         1,
         "model.vocab_size",
         "Megatron trains the rows of padding, so they are part of the vocabulary",
     ),
+    other("no-pad-vocab-size|disable-pad-vocab-size", 0, "model.pad_vocab_to_multiple", "1, the default here"),
     other("vocab-size", 1, "model.vocab_size", "the size without padding"),
     other(
         "no-bias-gelu-fusion",
@@ -112,7 +116,8 @@ MODEL = (
         0,
         "Megatron's default since 2020; before that, the feed-forward had erf: set [model] gelu yourself",
     ),
-    gone("openai-gelu onnx-safe", 0, "other ways to compute the two forms of GELU that are here"),
+    gone("openai-gelu", 0, "another way to compute the GELU with tanh"),
+    gone("onnx-safe", 1, "another way to compute the GELU with erf"),
     lost("mup", 0, "not built"),
     gone("mup-coord-check", 0, "a setting of --mup"),
     gone("mup-attn-mult mup-input-mult mup-output-mult", 1, "a setting of --mup"),

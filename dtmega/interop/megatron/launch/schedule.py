@@ -21,11 +21,14 @@ def set_batch(draft: Draft) -> None:
     ramp = draft.command.values.get("--rampup-batch-size")
     if ramp:
         draft.set_numbers("batch.rampup", ramp, "--rampup-batch-size")
-    ranges = draft.command.values.get("--skip-train-iteration-range", [])
-    if ranges:
+    for flag in ("--skip-train-iteration-range", "--iterations-to-skip"):
+        ranges = draft.command.values.get(flag, [])
+        if not ranges:
+            continue
         skipped = [[as_number(end) for end in step_range.split("-")] for step_range in ranges]
+        if flag == "--iterations-to-skip":
+            skipped = [[*step, *step] for step in skipped]
         if any(None in ends for ends in skipped):
-            flag = "--skip-train-iteration-range"
             draft.lack("train.skip_steps", draft.unknown(flag) or "expected ranges of numbers", flag)
         else:
             draft.keys["train.skip_steps"] = skipped
