@@ -181,9 +181,9 @@ def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
 
     # No claim counts what recomputed blocks keep, and torch 2.14 warns of hooks around selective recomputation.
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with modes[0], contextlib.nullcontext() if how.startswith("recomputed") else keeping:
-        with compiling_apart(how) if how in APART else contextlib.nullcontext():
-            out = model(given)
+    apart = compiling_apart(how) if how in APART else contextlib.nullcontext()
+    with modes[0], contextlib.nullcontext() if how.startswith("recomputed") else keeping, apart:
+        out = model(given)
     with modes[1]:
         (out * mine(towards)).sum().backward()
     plans.sum_partial_gradients(model, partial, mesh)
