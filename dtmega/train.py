@@ -119,6 +119,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
+    proof = start.prove_blocks(settings, world, model, startup)
     at = loaded.progress if loaded else START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
@@ -136,7 +137,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         digests = Record(cfg, world, at.step)
         closing.callback(digests.close)
         watch.before_exit(partial(leave_traces, log, metrics))
-    metrics.message(start.announcement(settings, text, world, origin, loaded, end))
+    metrics.message("\n".join([start.announcement(settings, text, world, origin, loaded, end), *proof]))
 
     phases = start.watch_phases(settings, world, watch, metrics, at)
     closing.callback(phases.close)

@@ -10,6 +10,10 @@ Therefore, no product saves the gathered input. Backward gathers the input again
 3. Each product waits for the gathered input when its backward needs the input. In a compiled block no Python object can
    carry the input from `again` to the products, so the products receive the input as the gradient of their tickets.
 
+Dynamo may compile only some parts of a region: a graph that breaks inside of the region (at the exchange of experts'
+rows) makes each part a frame of its own, and Dynamo never compiles a frame in which it once found nothing to compute,
+as `again` is without gradients. A part therefore never concludes from its own mode how the others were run.
+
 Time. The gradient of the input must be reduced over the ranks. During this reduction, each rank computes the gradient
 of a weight. For this overlap, the products of a region form a chain. In backward, each product adds its term to the
 input's gradient and passes the sum to the product before it. The region's first product is therefore last in backward.
@@ -61,11 +65,13 @@ class Region:
         cut: whether the input is sharded along the sequence before the region.
         has_one_product: whether only one product reads the input.
         tickets: tickets of the products so far; empty if the input is not sharded.
+        feeds: whether a product was compiled, so that its ticket's gradient must be the gathered input.
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
+        self.feeds = False
         self._part: Tensor | None = part.detach()
         # For autograd, this tensor is the next product's input. The tensor's gradient goes to the previous product.
         self._link: Tensor | None = part
@@ -84,13 +90,14 @@ class Region:
             link, sums = x, False
         else:
             link, sums = self._link, self._is_first
+            self._is_first = False
         state = None if compiled else self
         out, ticket, next_link = _Product.apply(link, x.detach(), weight, bias, self.group, self.cut, sums, state)
         if ticket is not None:
             self.tickets.append(ticket)
+            self.feeds |= compiled
         if next_link is not None:
             self._link = next_link
-        self._is_first = False
         return out
 
     def close(self) -> tuple[Tensor | None, list[Tensor]]:
@@ -147,7 +154,7 @@ def again(out: Any, entered: Tensor) -> Any:
     if not tickets:
         return out
     first, *others = out if isinstance(out, tuple) else (out,)
-    state = None if torch.compiler.is_compiling() else region
+    state = None if region.feeds or torch.compiler.is_compiling() else region
     first = _Again.apply(first, part, region.group, state, *tickets)
     return (first, *others) if isinstance(out, tuple) else first
 
@@ -156,8 +163,8 @@ class _Product(torch.autograd.Function):
     """The product x W^T + b as a node of the chain, with three outputs:
 
     - x W^T + b;
-    - a ticket: a tensor of zeros in the shape of x, which takes no memory. In a compiled block, the ticket's gradient
-      is x. The ticket is None if x is saved or the weight is frozen, because backward then does not gather x;
+    - a ticket: a tensor of zeros in the shape of x, which takes no memory. The ticket's gradient is x, or None if
+      `region` has x. The ticket is None if x is saved or the weight is frozen, because backward then does not gather x;
     - the link for the next product: zeros like the ticket. The link's gradient is the sum of the later products' terms
       in the gradient of x.
 
@@ -211,10 +218,8 @@ class _Product(torch.autograd.Function):
         if needs_weight:
             if not ctx.cut:
                 x = ctx.saved_tensors[1]
-            elif ctx.region is None:
-                x = ticket_gradient
             else:
-                x = ctx.region.fetch()
+                x = ctx.region.fetch() if ticket_gradient is None else ticket_gradient
             dweight = rows.t() @ x.flatten(0, -2)
         dbias = rows.sum(0) if needs_bias else None
         if started is not None:

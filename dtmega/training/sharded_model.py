@@ -233,11 +233,19 @@ class ShardedModel:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()
     def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
         """Compute this rank's contribution to each sum, like `forward_backward`, but without gradients and dropout."""
         for model in self.stages.values():
             model.eval()
+        totals = self.forward_only(microbatches)
+        for model in self.stages.values():
+            release(model)
+            model.train()
+        return totals
+
+    @torch.no_grad()
+    def forward_only(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Compute this rank's contribution to each sum, without gradients. The caller must `release` the stages."""
         tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
         with self._shared(microbatches) as parts:
             if self.pipeline is not None:
@@ -246,9 +254,6 @@ class ShardedModel:
                 (model,) = self.stages.values()
                 for part in parts:
                     tally.add_all(model(**part))
-        for model in self.stages.values():
-            release(model)
-            model.train()
         return tally.totals
 
     @torch.no_grad()

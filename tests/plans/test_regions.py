@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -129,6 +130,24 @@ def error(ours: Tensor, truth: Tensor) -> float:
     return ((ours - truth).norm() / truth.norm()).item()
 
 
+@contextlib.contextmanager
+def compiling_apart(how: str) -> Iterator[None]:
+    """Compile some parts of each region and not the others, as Dynamo does where a graph breaks inside of a region."""
+    calls = itertools.count()
+
+    def apart(part: str, honest: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            compiled = part in how or ("every other" in how and next(calls) % 2 == 1)
+            with patch.object(torch.compiler, "is_compiling", lambda: compiled):
+                return honest(*args)
+
+        return call
+
+    product = patch.object(products.Region, "product", apart("products", products.Region.product))
+    with product, patch.object(products, "again", apart("ends", products.again)):
+        yield
+
+
 def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
     """Relative errors of a forward and backward, their moves, and the bytes that forward keeps for backward."""
     generator = torch.Generator().manual_seed(3)
@@ -162,7 +181,8 @@ def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
 
     # No claim counts what recomputed blocks keep, and torch 2.14 warns of hooks around selective recomputation.
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with modes[0], contextlib.nullcontext() if how.startswith("recomputed") else keeping:
+    apart = compiling_apart(how) if how in APART else contextlib.nullcontext()
+    with modes[0], contextlib.nullcontext() if how.startswith("recomputed") else keeping, apart:
         out = model(given)
     with modes[1]:
         (out * mine(towards)).sum().backward()
@@ -281,6 +301,7 @@ def regions() -> list[products.Region]:
 
 
 HOWS = ("gathered again", "kept", "compiled", "recomputed", "recomputed, selective")
+APART = ("only products are compiled", "only ends are compiled", "every other one is compiled")
 CASES = [*((True, how) for how in HOWS), (False, "kept"), (False, "gathered again")]
 
 
@@ -289,6 +310,7 @@ def everything() -> dict[Any, Any]:
     # What one rank launches is what all launch, and to compile takes seconds: the first one alone, without the others.
     alone = DeviceMesh.from_group(dist.new_group(backend="fake"), "cpu", mesh_dim_names=("tp",))
     found: dict[Any, Any] = {case: measured(mesh, *case) for case in CASES}
+    found |= {(True, how): measured(mesh, True, how) for how in APART}
     found["left over"] = [left_over(mesh, sp) for sp in (True, False)]
     if dist.get_rank() == 0:
         found["orders"] = {sp: orders(alone, sp) for sp in (True, False)}
@@ -303,7 +325,7 @@ def on_two() -> list[dict[Any, Any]]:
     return ranks.run(TP, everything)
 
 
-@pytest.mark.parametrize(("sp", "how"), CASES)
+@pytest.mark.parametrize(("sp", "how"), [*CASES, *((True, how) for how in APART)])
 def test_outputs_and_gradients_are_those_of_one_process_with_heads_of_keys_fewer_than_ranks(sp: bool, how: str):
     for found in on_two():
         assert {name: e for name, e in found[sp, how]["errors"].items() if not e < 1e-5} == {}
