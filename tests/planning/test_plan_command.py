@@ -19,7 +19,8 @@ from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import Action
 from dtmega.planning.answers import answer, comparisons, job
-from dtmega.planning.plan import Plan, plan_job, times_repeated
+from dtmega.planning.extrapolation import repeats
+from dtmega.planning.plan import Plan, plan_job
 from dtmega.report.units import binary
 from dtmega.training import checks
 from tests.planning.small import KEYS, LAYOUT, ROOT
@@ -87,10 +88,8 @@ def test_the_numbers_in_json_are_those_of_the_plan(planned: Planned):
             role.held,
         )
         # Each total is added up again, work by work.
-        n_run = role.n_microbatches - role.repeated
         sent_bytes = flops = 0.0
-        for work in role.works:
-            times = times_repeated(work, n_run, role.n_microbatches)
+        for work, times in zip(role.works, repeats(role), strict=True):
             flops += work.flops * times
             sent_bytes += times * work.message.n_bytes if work.message else 0
         assert sum(told["flops"].values()) == flops

@@ -116,7 +116,7 @@ def test_the_time_of_a_plan_knows_which_outputs_a_schedule_sends_later():
     roles = {}
     for place, row in enumerate(table):
         works = [busy(str(action), 1) for action in row]
-        roles[place] = Role(place, n, held, [span], works, n, held, [span])
+        roles[place] = Role(place, n, held, [span], works)
     plan = Plan(cfg, mesh(pp), torch.device("cuda", 0), n, table, [["embed"]], roles, n)
     works_of = {place: role.works for place, role in roles.items()}
     at_once = step_time(works_of, table, TOY, mesh(pp))
