@@ -17,7 +17,7 @@ from dtmega import config, families, mesh
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
-from dtmega.pipelining.table import Action
+from dtmega.pipelining.table import SCHEDULES, Action
 from dtmega.planning.answers import answer, comparisons, job
 from dtmega.planning.extrapolation import repeats
 from dtmega.planning.plan import Plan, plan_job
@@ -162,6 +162,36 @@ def refusal(argv: list[str], capsys: Any) -> str:
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     return err
+
+
+SPLIT = "ZBVZeroBubble"
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=() if name == SPLIT else pytest.mark.full) for name in SCHEDULES]
+)
+def test_a_plan_of_each_schedule_is_priced(schedule: str, tmp_path: Path):
+    keys = [
+        "--model.n_layers",
+        "4",
+        "--mesh.pp",
+        "2",
+        "--pipeline.schedule",
+        schedule,
+        "--batch.global_batch_size",
+        "4",
+    ]
+    assert command([*PLAN, *keys, "--json", str(tmp_path / "plan.json")]) == exit_codes.DONE
+    step = json.loads((tmp_path / "plan.json").read_text())["prediction"]["step"]
+    seconds = {one["action"]: one["end_s"] - one["start_s"] for row in step["timeline"] for one in row}
+    # The first stage has no inputs that need gradients, so its backward for inputs launches nothing.
+    without_work = {action for action, duration_s in seconds.items() if not duration_s}
+    assert without_work == {action for action in seconds if action.startswith("0I")}
+    shares = [
+        step["bubble_fraction"],
+        *(step[part] / step["seconds"] for part in ("compute_s", "exposed_communication_s")),
+    ]
+    assert 0 <= min(shares) <= max(shares) <= 1
 
 
 def test_a_mesh_with_an_open_size_needs_the_number_of_ranks(capsys):
