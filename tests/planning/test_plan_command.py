@@ -194,6 +194,12 @@ def test_a_plan_of_each_schedule_is_priced(schedule: str, tmp_path: Path):
     assert 0 <= min(shares) <= max(shares) <= 1
 
 
+def test_a_plan_of_an_exact_run_is_answered(capsys):
+    keys = ["--world", "1", "--device", "cpu", "--run.exact", "true", "--precision.params", "float32"]
+    assert command(["plan", *KEYS, *keys]) == exit_codes.DONE
+    assert "digests of the weights are computed in a run" in capsys.readouterr().out
+
+
 def test_a_mesh_with_an_open_size_needs_the_number_of_ranks(capsys):
     assert "dp_shard=-1" in refusal(["plan", *KEYS], capsys)
 
