@@ -144,6 +144,17 @@ def test_without_memory_a_run_that_does_not_fit_ends_with_0(small_plan: Plan, tm
     assert "DOES NOT FIT" in told.out
 
 
+@pytest.mark.parametrize(("memory", "is_told"), [("24GiB", True), ("80GiB", False)])
+def test_the_prices_of_a_device_with_other_memory_are_named(
+    memory: str, is_told: bool, small_plan: Plan, tmp_path: Path, monkeypatch
+):
+    out = run(monkeypatch, tmp_path, small_plan, "--memory", memory).out
+    line = (
+        f"those of H100 SXM 80GB, which has 79.1 GiB, not those of a device with {memory.replace('G', ' G')} (--memory)"
+    )
+    assert (line in out) == is_told
+
+
 def test_the_reserve_is_that_of_the_fabric_and_its_source_is_printed(planned: Planned):
     fabric = planned.json["prediction"]["fabric"]["gpu"]
     assert planned.json["memory"]["reserve_bytes"] == fabric["reserve_bytes"] > 0
