@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtmega.planning.counting.copies import copied_bytes
 
 N = 1000
+NUMBER_BYTES = 16  # a number in an expression becomes a tensor inside of the operator, which is converted once
 WIDE, NARROW = torch.ones(7, N), torch.ones(7, N, dtype=torch.bfloat16)
 INTEGERS, MASK = torch.ones(7, N, dtype=torch.int64), torch.ones(7, N, dtype=torch.bool)
 
@@ -89,4 +90,4 @@ def test_copies_inside_of_an_operator_are_those_of_the_allocator(name: str):
     most = Most()
     with most:
         OPERATORS[name]()
-    assert most.n_bytes == peak_above_result(OPERATORS[name])
+    assert 0 <= peak_above_result(OPERATORS[name]) - most.n_bytes <= NUMBER_BYTES

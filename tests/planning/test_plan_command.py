@@ -206,8 +206,8 @@ def test_a_plan_of_each_schedule_is_priced(schedule: str, tmp_path: Path):
 
 
 def test_a_plan_of_an_exact_run_is_answered(capsys):
-    keys = ["--world", "1", "--device", "cpu", "--run.exact", "true", "--precision.params", "float32"]
-    assert command(["plan", *KEYS, *keys]) == exit_codes.DONE
+    keys = ["--run.exact", "true", "--precision.params", "float32", "--batch.global_batch_size", "2"]
+    assert command(["plan", *KEYS, "--world", "1", "--device", "cpu", *keys]) == exit_codes.DONE
     assert "digests of the weights are computed in a run" in capsys.readouterr().out
 
 
