@@ -111,9 +111,9 @@ def cost(name: str, place: int) -> Cost:
     checks.check(cfg, sizes, job.device)
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     n = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
-    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
+    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n, job.device)
     rank = place * job.world_size // sizes["pp"]
-    role = plan_role(cfg, sizes, rank, job.device, runs.longer, runs.shorter)
+    role = plan_role(cfg, sizes, rank, job.device, sorted({runs.shorter, runs.longer}))
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
     return Cost(cpu_s, usage.ru_maxrss * 1024, runs.longer, n, role.peak.peak_bytes)

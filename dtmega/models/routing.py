@@ -236,7 +236,9 @@ class Loads:
     def add(self, loads: Tensor) -> None:
         """Add a step's loads: the number of tokens that chose each expert, [L, E]; 0 for dense layers."""
         self.last = loads.clone()
-        self._total = loads.clone() if self._total is None else self._total + loads
+        if self._total is None:
+            self._total = torch.zeros_like(loads)
+        self._total += loads
 
     def numbers(self) -> dict[str, float]:
         """The last step's largest and smallest expert load, relative to the layer's mean; {} if nothing was counted."""

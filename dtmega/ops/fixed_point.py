@@ -106,7 +106,7 @@ def exact_or_infinite(totals: Tensor) -> Tensor:
 
     Losses are not negative, so a total reaches the limit either in every order of its terms or in none.
     """
-    return totals.where(~(totals >= LARGEST_SCALAR), math.inf)
+    return totals.masked_fill(totals >= LARGEST_SCALAR, math.inf)
 
 
 def largest_of(tensor: Tensor) -> Tensor:

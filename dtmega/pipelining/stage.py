@@ -116,7 +116,7 @@ class Stage(PipelineStage):
         """
         self._microbatch = bwd_chunk_id
         whole = full_backward or self._no_input_part
-        with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
+        with ranges.named("backward" if full_backward else "backward-inputs", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

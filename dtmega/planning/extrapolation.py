@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from dtmega import config
 from dtmega.pipelining import schedule
 from dtmega.pipelining.table import ACTION, Action, Table, make_table
 from dtmega.planning.counting.ledger import Span
-from dtmega.planning.counting.role import ROWS, Role
-from dtmega.training.phases import COMPUTING
+from dtmega.planning.counting.role import Role
+from dtmega.planning.work import Work
 
 LEAST = 3  # minimum number of microbatches in the shorter step: a first, a middle and a last microbatch
 State = Counter[tuple[int, str]]  # (stage, name of a count or flag, as listed in `_states`) -> value
@@ -60,20 +62,24 @@ def in_flight(table: Table, between_parts: float = 0) -> list[float]:
     return most
 
 
-def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int) -> Runs:
+def enough_microbatches(pipeline: config.Pipeline, pp: int, n: int, device: torch.device) -> Runs:
     """Find the two shortest steps from which a step with n microbatches can be extrapolated exactly.
 
     Args:
         pipeline: [pipeline] section of the configuration.
         pp: number of ranks in the pipeline.
         n: number of microbatches.
+        device: device of every rank.
     """
     everything = Runs(n, n, [{}] * pp)
-    if pipeline.csv or n <= LEAST:
+    # A message over gloo holds its tensor. torch's 1F1B keeps the last message of its first forwards, of microbatch
+    # pp - 2 or an earlier one, until the last forward, which must therefore follow the backward of this microbatch.
+    least = max(LEAST, 2 * pp - 1) if device.type == "cpu" and pipeline.schedule == "1F1B" else LEAST
+    if pipeline.csv or n <= least:
         return everything
     whole = _table(pipeline, pp, n)
     tables: dict[int, Table] = {}
-    for longer in range(LEAST, n):
+    for longer in range(least, n):
         if pp > 1 and schedule.broken_rule(pipeline, pp, longer):
             continue
         tables[longer] = _table(pipeline, pp, longer)
@@ -167,29 +173,60 @@ def extrapolated(role: Role, n: int, pairs: Mapping[str, str]) -> Role:
     """Extrapolate a rank's plan from two shorter steps to a step with n microbatches.
 
     The result has one span for each span of the longer step; the bytes are extrapolated to the whole step. The work
-    items of the result are the longer step's; `plan.times_repeated` returns how often each occurs in the whole step.
+    items of the result are the longer step's; `repeats` returns how often each occurs in the whole step.
 
     Args:
-        role: plan of the longer step, with the memory of the shorter step.
+        role: plan of the longer step, with the plan of the shorter step.
         n: number of microbatches in the whole step.
         pairs: entry of the rank in `Runs.pairs`.
     """
-    if n == role.n_microbatches:
+    shorter = role.shorter
+    if shorter is None:
         return role
-    n_longer, n_shorter = role.n_microbatches, role.n_shorter
-    times = (n - n_longer) // (n_longer - n_shorter)
-    earlier = dict(zip(_keys(role.shorter), role.shorter, strict=True))
+    times = (n - role.n_microbatches) // (role.n_microbatches - shorter.n_microbatches)
+    earlier = dict(zip(_keys(shorter.spans), shorter.spans, strict=True))
     spans = []
-    for key, span in zip(_keys(role.spans), role.spans, strict=True):
-        name, previous, number = key
-        before = earlier.get((pairs.get(name, name), pairs.get(previous, previous), number))
-        if not previous and span.action != COMPUTING:
-            span = _after_a_whole_step(role, span, times)
-        elif before is not None:
-            span = _line(before, span, times)
-        spans.append(span)
-    held = _grown(role.held_shorter, role.held, times)
-    return role._replace(n_microbatches=n, held=held, spans=spans, repeated=n - n_longer)
+    for (name, previous, number), span in zip(_keys(role.spans), role.spans, strict=True):
+        before = earlier[pairs.get(name, name), pairs.get(previous, previous), number]
+        at_peak = _grown(before.at_peak, span.at_peak, times)
+        held_bytes = span.held_bytes + times * (span.held_bytes - before.held_bytes)
+        spans.append(Span(span.action, sum(at_peak.values()), at_peak, held_bytes))
+    held = _grown(shorter.held, role.held, times)
+    return role._replace(n_microbatches=n, held=held, spans=spans, repeated=n - role.n_microbatches)
+
+
+def repeats(role: Role) -> list[float]:
+    """The number of times that each work item of `role.works` occurs in the whole step.
+
+    The numbers of all work items that are alike add up to their number in the whole step, which grows linearly with the
+    number of microbatches. The work items of the middle microbatch stand for those of the microbatches that were not
+    run; if the middle microbatch has no work item of this kind, all work items of the kind stand for them.
+    """
+    if not role.repeated or role.shorter is None:
+        return [1.0] * len(role.works)
+    n_run = role.n_microbatches - role.repeated
+    times = role.repeated // (n_run - role.shorter.n_microbatches)
+    before, now = Counter(map(_alike, role.shorter.works)), Counter(map(_alike, role.works))
+    in_middle = Counter(_alike(work) for work in role.works if _microbatch(work) == n_run // 2)
+    found = []
+    for work in role.works:
+        key = _alike(work)
+        added = times * (now[key] - before[key])
+        stands_for_others = not in_middle[key] or _microbatch(work) == n_run // 2
+        found.append(1 + added / (in_middle[key] or now[key]) if stands_for_others else 1.0)
+    return found
+
+
+def _alike(work: Work) -> Work:
+    """A work item without its place in the step: equal for the same kernel or message of all microbatches."""
+    action = ACTION.sub(r"\1\2", work.action)
+    return work._replace(action=action, stream="", waits=())
+
+
+def _microbatch(work: Work) -> int:
+    """The index of the microbatch in whose action a work item is launched; -1 for an action of the whole step."""
+    matched = ACTION.fullmatch(work.action)
+    return int(matched[3]) if matched else -1
 
 
 def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
@@ -204,27 +241,6 @@ def _keys(spans: Sequence[Span]) -> list[tuple[str, str, int]]:
         keys.append((*names, seen[names]))
         seen[names] += 1
     return keys
-
-
-def _after_a_whole_step(role: Role, span: Span, times: int) -> Span:
-    """Extrapolate a span at the start of a step, when a rank still holds memory from the previous step.
-
-    In the plan, the previous step is the shorter step; in a run, the previous step is a whole step.
-    """
-    left = _grown(role.held_shorter, role.held, times)
-    added = {owner: n_bytes - role.held_shorter.get(owner, 0) for owner, n_bytes in left.items()}
-    n_rows_bytes = span.at_peak.get(ROWS, 0) // role.n_microbatches
-    added[ROWS] = n_rows_bytes * times * (role.n_microbatches - role.n_shorter)
-    at_peak = Counter(span.at_peak)
-    at_peak.update(added)
-    return Span(span.action, at_peak.total(), {**+at_peak}, span.held_bytes + sum(added.values()))
-
-
-def _line(before: Span, span: Span, times: int) -> Span:
-    """The span of the whole step, extrapolated linearly from the spans of the two shorter steps."""
-    at_peak = _grown(before.at_peak, span.at_peak, times)
-    held_bytes = span.held_bytes + times * (span.held_bytes - before.held_bytes)
-    return Span(span.action, sum(at_peak.values()), at_peak, held_bytes)
 
 
 def _grown(before: dict[str, int], after: dict[str, int], times: int) -> dict[str, int]:

@@ -23,10 +23,9 @@ from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import Table, make_table, sent_after
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight
+from dtmega.planning.extrapolation import enough_microbatches, extrapolated, in_flight, repeats
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.step_time import StepTime, step_time
-from dtmega.planning.work import Work
 
 # Memory that a microbatch holds between its backward for inputs and its backward for weights, relative to its memory
 # between forward and backward. Only used to choose which of several pp ranks to run.
@@ -115,7 +114,7 @@ def plan_job(
     pieces = families.pieces(cfg.model)
     stages = [[piece.name for piece in pieces]]
     table = None
-    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
+    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n, device)
     kinds: list[object] = [0]
     held = [0.0]
     if sizes["pp"] > 1:
@@ -132,7 +131,8 @@ def plan_job(
         on_role(len(planned), len(set(kinds)))
         alike = [place for place, other in enumerate(kinds) if other == kind]
         fullest = max(alike, key=held.__getitem__)
-        role = run_role(cfg, sizes, fullest * ranks_per_place, device, runs.longer, runs.shorter, imbalance)
+        numbers = sorted({runs.shorter, runs.longer})
+        role = run_role(cfg, sizes, fullest * ranks_per_place, device, numbers, imbalance)
         planned[kind] = extrapolated(role, n, runs.pairs[fullest])
     roles = {place: planned[kind] for place, kind in enumerate(kinds)}
     return Plan(cfg, sizes, device, n, table, stages, roles, runs.longer, imbalance)
@@ -195,9 +195,7 @@ def totals(role: Role) -> Totals:
     """Add up the work items of a rank's step, including those of repeated microbatches."""
     flops: dict[str, float] = defaultdict(float)
     messages: dict[tuple[str, str, int], float] = defaultdict(float)
-    n_run = role.n_microbatches - role.repeated
-    for work in role.works:
-        times = times_repeated(work, n_run, role.n_microbatches)
+    for work, times in zip(role.works, repeats(role), strict=True):
         flops[work.operator] += work.flops * times
         if work.message is not None:
             message = work.message
@@ -205,20 +203,3 @@ def totals(role: Role) -> Totals:
     whole_flops = {operator: round(n) for operator, n in flops.items() if n}
     whole_messages = {key: round(times) for key, times in messages.items()}
     return Totals(whole_flops, whole_messages)
-
-
-def times_repeated(work: Work, n_run: int, n: int) -> float:
-    """The number of times that a kernel or message of the shorter step occurs in the whole step.
-
-    Args:
-        work: kernel or message of the shorter step.
-        n_run: number of microbatches in the shorter step.
-        n: number of microbatches in the whole step.
-    """
-    if work.message is not None and work.message.peer >= 0:
-        return n / n_run
-    middle = str(n_run // 2)
-    _, letter, microbatch = work.action.partition(work.action.strip("0123456789"))
-    if letter in ("F", "B", "I", "W") and microbatch == middle:
-        return 1 + n - n_run
-    return 1

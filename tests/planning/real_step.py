@@ -28,7 +28,6 @@ from dtmega.data.loader import StepBatch
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.planning.counting.role import Role, plan_role
-from dtmega.planning.extrapolation import enough_microbatches, extrapolated
 from dtmega.training import checks, choices, parallelize, sharded_model
 from dtmega.training.step import train_step
 from tests.traffic import KINDS
@@ -210,23 +209,16 @@ def living_storages() -> dict[int, int]:
     return found
 
 
-def planned(values: dict[str, Any], device: torch.device, shorter: bool = False, imbalance: float = 1.0) -> Role:
+def planned(values: dict[str, Any], device: torch.device, imbalance: float = 1.0) -> Role:
     """The plan of this rank, without the group of real ranks. A process can plan one rank only.
 
     Args:
         values: the configuration.
         device: the fake device.
-        shorter: True to run fewer microbatches and to extrapolate, as `plan_job` does.
         imbalance: load of this rank's experts, as a multiple of the mean of its ep group.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     cfg, sizes = settled(values, world_size)
-    n = n_microbatches(cfg, sizes)
-    if not shorter:
-        return plan_role(cfg, sizes, rank, device, n, imbalance=imbalance)
-    runs = enough_microbatches(cfg.pipeline, sizes["pp"], n)
-    assert runs.longer < n
-    role = plan_role(cfg, sizes, rank, device, runs.longer, runs.shorter)
-    return extrapolated(role, n, runs.pairs[rank // (world_size // sizes["pp"])])
+    return plan_role(cfg, sizes, rank, device, [n_microbatches(cfg, sizes)], imbalance)

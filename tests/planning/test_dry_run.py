@@ -55,7 +55,7 @@ def planned(monkeypatch) -> Plan:
     laid_out = job.lay_out(config.load(KEYS), 2, job.machine_of("cuda"))
     held = {"parameters": 5 * MIB}
     span = Span("0B1", 3 * 2**30, {"parameters": 5 * MIB, "activations of layers.0": 3 * 2**30 - 5 * MIB}, 5 * MIB)
-    role = Role(0, 4, held, [Span("0F0", 7 * MIB, held, 7 * MIB), span], [], 4, {}, [])
+    role = Role(0, 4, held, [Span("0F0", 7 * MIB, held, 7 * MIB), span], [])
     plan = Plan(laid_out.cfg, laid_out.sizes, laid_out.machine.device, 4, None, [], {0: role}, 4)
 
     def answered(cfg: Any, sizes: Any, device: Any, on_role: Any, imbalance: float) -> Plan:

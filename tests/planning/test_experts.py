@@ -86,7 +86,7 @@ def uneven() -> Plan:
     """A layer of experts over 2 of 4 data ranks, planned for a rank with 1.5 times the mean load: two microbatches."""
     keys = SMALL | MOE | {"model.n_layers": 1, "mesh.dp_shard": 4, "batch.global_batch_size": 16}
     cfg, sizes = real_step.settled(real_step.nested(keys), 4)
-    role = plan_role(cfg, sizes, 0, GPU, 2, imbalance=1.5)
+    role = plan_role(cfg, sizes, 0, GPU, [2], imbalance=1.5)
     return Plan(cfg, sizes, GPU, 2, None, [], {0: role}, 2, 1.5)
 
 

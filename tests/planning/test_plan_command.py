@@ -17,9 +17,10 @@ from dtmega import config, families, mesh
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.ops.cost import Piece
-from dtmega.pipelining.table import Action
+from dtmega.pipelining.table import SCHEDULES, Action
 from dtmega.planning.answers import answer, comparisons, job
-from dtmega.planning.plan import Plan, plan_job, times_repeated
+from dtmega.planning.extrapolation import repeats
+from dtmega.planning.plan import Plan, plan_job
 from dtmega.report.units import binary
 from dtmega.training import checks
 from tests.planning.small import KEYS, LAYOUT, ROOT
@@ -87,10 +88,8 @@ def test_the_numbers_in_json_are_those_of_the_plan(planned: Planned):
             role.held,
         )
         # Each total is added up again, work by work.
-        n_run = role.n_microbatches - role.repeated
         sent_bytes = flops = 0.0
-        for work in role.works:
-            times = times_repeated(work, n_run, role.n_microbatches)
+        for work, times in zip(role.works, repeats(role), strict=True):
             flops += work.flops * times
             sent_bytes += times * work.message.n_bytes if work.message else 0
         assert sum(told["flops"].values()) == flops
@@ -145,6 +144,17 @@ def test_without_memory_a_run_that_does_not_fit_ends_with_0(small_plan: Plan, tm
     assert "DOES NOT FIT" in told.out
 
 
+@pytest.mark.parametrize(("memory", "is_told"), [("24GiB", True), ("80GiB", False)])
+def test_the_prices_of_a_device_with_other_memory_are_named(
+    memory: str, is_told: bool, small_plan: Plan, tmp_path: Path, monkeypatch
+):
+    out = run(monkeypatch, tmp_path, small_plan, "--memory", memory).out
+    line = (
+        f"those of H100 SXM 80GB, which has 79.1 GiB, not those of a device with {memory.replace('G', ' G')} (--memory)"
+    )
+    assert (line in out) == is_told
+
+
 def test_the_reserve_is_that_of_the_fabric_and_its_source_is_printed(planned: Planned):
     fabric = planned.json["prediction"]["fabric"]["gpu"]
     assert planned.json["memory"]["reserve_bytes"] == fabric["reserve_bytes"] > 0
@@ -163,6 +173,42 @@ def refusal(argv: list[str], capsys: Any) -> str:
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     return err
+
+
+SPLIT = "ZBVZeroBubble"
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=() if name == SPLIT else pytest.mark.full) for name in SCHEDULES]
+)
+def test_a_plan_of_each_schedule_is_priced(schedule: str, tmp_path: Path):
+    keys = [
+        "--model.n_layers",
+        "4",
+        "--mesh.pp",
+        "2",
+        "--pipeline.schedule",
+        schedule,
+        "--batch.global_batch_size",
+        "4",
+    ]
+    assert command([*PLAN, *keys, "--json", str(tmp_path / "plan.json")]) == exit_codes.DONE
+    step = json.loads((tmp_path / "plan.json").read_text())["prediction"]["step"]
+    seconds = {one["action"]: one["end_s"] - one["start_s"] for row in step["timeline"] for one in row}
+    # The first stage has no inputs that need gradients, so its backward for inputs launches nothing.
+    without_work = {action for action, duration_s in seconds.items() if not duration_s}
+    assert without_work == {action for action in seconds if action.startswith("0I")}
+    shares = [
+        step["bubble_fraction"],
+        *(step[part] / step["seconds"] for part in ("compute_s", "exposed_communication_s")),
+    ]
+    assert 0 <= min(shares) <= max(shares) <= 1
+
+
+def test_a_plan_of_an_exact_run_is_answered(capsys):
+    keys = ["--run.exact", "true", "--precision.params", "float32", "--batch.global_batch_size", "2"]
+    assert command(["plan", *KEYS, "--world", "1", "--device", "cpu", *keys]) == exit_codes.DONE
+    assert "digests of the weights are computed in a run" in capsys.readouterr().out
 
 
 def test_a_mesh_with_an_open_size_needs_the_number_of_ranks(capsys):

@@ -32,7 +32,7 @@ def shared(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[int, l
     cfg, sizes = real_step.settled(values_of(keys), PP)
 
     def role_of(_cfg: Any, _sizes: Any, rank: int, *_: Any) -> Role:
-        return Role(rank, 4, {}, [], [], 4, {}, [])
+        return Role(rank, 4, {}, [], [])
 
     planned = plan.plan_job(cfg, sizes, GPU, run_role=role_of)
     return {planned.roles[places[0]].rank: places for places in planned.places_by_role}
@@ -57,7 +57,7 @@ def test_an_encoder_and_a_decoder_have_different_roles(monkeypatch: pytest.Monke
 
 def test_frozen_weights_are_counted_apart_and_have_no_gradients_and_no_moments():
     cfg, sizes = real_step.settled(real_step.nested(SMALL | {"lora.rank": 2}), 1)
-    held = plan_role(cfg, sizes, 0, GPU, 2).held
+    held = plan_role(cfg, sizes, 0, GPU, [2]).held
     trained, frozen = families.elements(cfg)
     assert (held[FROZEN], held[PARAMETERS], held[GRADIENTS]) == (4 * frozen, 4 * trained, 4 * trained)
     assert 8 * trained <= held[MOMENTS] <= 8 * trained + 4 * 2 * 2 * 4 * cfg.model.n_layers  # and a count for each
@@ -75,7 +75,7 @@ def planned_at(values: dict[str, Any], place: int) -> tuple[int, int]:
     """Peak and held bytes of the rank at a place, planned for itself."""
     dist.destroy_process_group()
     cfg, sizes = real_step.settled(values, PP)
-    role = plan_role(cfg, sizes, place, GPU, real_step.n_microbatches(cfg, sizes))
+    role = plan_role(cfg, sizes, place, GPU, [real_step.n_microbatches(cfg, sizes)])
     return role.peak.peak_bytes, sum(role.held.values())
 
 

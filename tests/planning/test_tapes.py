@@ -145,7 +145,7 @@ def planned(keys: dict[str, Any], world_size: int, rank: int, replays: bool) -> 
     dist.destroy_process_group()
     cfg, sizes = real_step.settled(real_step.nested(keys), world_size)
     with counting_runs(replays) as n_graphs:
-        role = plan_role(cfg, sizes, rank, GPU, real_step.n_microbatches(cfg, sizes))
+        role = plan_role(cfg, sizes, rank, GPU, [real_step.n_microbatches(cfg, sizes)])
     return role, n_graphs
 
 

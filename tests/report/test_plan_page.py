@@ -41,7 +41,7 @@ def planned() -> tuple[Plan, StepTime]:
     cfg = choices.with_params_dtype(choices.with_micro_batch_size(cfg, sizes), "bfloat16")
     checks.check(cfg, sizes, device)
     # A pipeline keeps nothing in DTensor's caches, so the roles need no processes of their own.
-    roles = {rank: plan_role(cfg, sizes, rank, device, N_MICROBATCHES) for rank in (0, 1)}
+    roles = {rank: plan_role(cfg, sizes, rank, device, [N_MICROBATCHES]) for rank in (0, 1)}
     stages = plan_stages(cfg, families.pieces(cfg.model), 2).pieces
     table = make_table(cfg.pipeline, 2, N_MICROBATCHES)
     plan = Plan(cfg, sizes, device, N_MICROBATCHES, table, stages, roles, N_MICROBATCHES)

@@ -175,6 +175,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
     """
     from dtmega import families
     from dtmega.planning import search
+    from dtmega.planning.answers.text import priced_as
 
     cfg = families.resolve(asked)
     names = {flag.removeprefix("--").partition("=")[0] for flag in args.keys if flag.startswith("--")}
@@ -192,7 +193,7 @@ def search_layouts(asked: Config, machine: Machine, args: argparse.Namespace) ->
         lambda progress: console.say(f"dtmega plan: {progress}"),
         args.imbalance or 1.0,
     )
-    print(search.text(found))
+    print("\n".join([search.text(found), *priced_as(machine)]))
     if args.json:
         _write_json(args.json, search.as_dict(found))
     if args.write and found.best is not None:

@@ -21,7 +21,8 @@ from dtmega.ops import cost
 from dtmega.planning.answers.comparisons import Comparison, compare_bubble, compare_role
 from dtmega.planning.answers.job import Job
 from dtmega.planning.counting.role import MOMENTS, PARAMETERS, Role
-from dtmega.planning.plan import Plan, plan_job, time_step, times_repeated, totals
+from dtmega.planning.extrapolation import repeats
+from dtmega.planning.plan import Plan, plan_job, time_step, totals
 from dtmega.planning.prices.budget import Budget, budget
 from dtmega.planning.prices.fabric import Fabric
 from dtmega.planning.prices.rank_time import POINT_TO_POINT, groups_of, time_rank
@@ -171,16 +172,15 @@ def price(plan: Plan, job: Job, tokens: float | None = None) -> Answer:
 def traffic(role: Role, fabric: Fabric, sizes: dict[str, int], ep: int) -> list[Traffic]:
     """Add up the messages of one rank's step by axis and kind, including the messages of repeated microbatches."""
     times = time_rank(role.works, fabric, role.rank, groups_of(sizes, role.rank, ep))
-    n_run = role.n_microbatches - role.repeated
+    n_times = repeats(role)
     rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for timed in times.streams.messages:
         work = role.works[timed.number]
         message = work.message
         assert message is not None
-        repeats = times_repeated(work, n_run, role.n_microbatches)
         row = rows[message.axis, message.collective, message.n_ranks]
         for i, value in enumerate((1, message.n_bytes, timed.seconds, timed.exposed_s)):
-            row[i] += repeats * value
+            row[i] += n_times[timed.number] * value
     found = []
     for (axis, collective, n_ranks), (count, n_bytes, seconds, exposed_s) in rows.items():
         timed = (None, None) if collective in POINT_TO_POINT else (seconds, exposed_s)

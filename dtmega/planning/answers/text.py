@@ -10,11 +10,12 @@ from dtmega.files.console import counted
 from dtmega.pipelining.table import ACTION
 from dtmega.planning.answers.answer import Answer, RoleAnswer, Traffic
 from dtmega.planning.answers.comparisons import BLOCKS, Comparison
-from dtmega.planning.answers.job import Job, Memory
+from dtmega.planning.answers.job import Job, Machine, Memory
 from dtmega.planning.plan import Plan
 from dtmega.training.out_of_memory import keys_to_turn
 
 CPU_ONLY = "for the CPU path only: ranks on CPUs with gloo; a GPU holds and computes other things (--device cuda)"
+SAME_MEMORY = 0.05  # devices whose memories differ by at most this share are taken for the same device
 SHOWN_SHARE = 0.01  # entries with a smaller share of the peak memory are combined
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
@@ -107,6 +108,7 @@ def prediction(answer: Answer) -> list[str]:
         kinds.append(f"{ACTIONS.get(kind, kind)} {seconds / step.seconds:.1%}")
     lines = [
         f"predicted, not measured (fabric {machine.fabric_name}: {gpu.name}; {how_far}):",
+        *priced_as(machine),
         f"  step {duration(step.seconds)}: computing {compute:.1%}, uncovered communication {exposed:.1%}, "
         f"waiting in the pipeline {step.bubble_fraction:.1%}",
         f"  computing: {', '.join(kinds)}",
@@ -116,6 +118,17 @@ def prediction(answer: Answer) -> list[str]:
     if answer.bubble is not None:
         lines.append(f"  {_compared(answer.bubble)}")
     return lines
+
+
+def priced_as(machine: Machine) -> list[str]:
+    """A line that names the device of the prediction, if --memory says that the ranks have another; otherwise []."""
+    gpu, memory = machine.fabric.gpu, machine.memory
+    if not memory.is_given or abs(memory.n_bytes - gpu.memory_bytes) <= SAME_MEMORY * gpu.memory_bytes:
+        return []
+    return [
+        f"  times and costs are those of {gpu.name}, which has {size(gpu.memory_bytes)}, not those of a device with "
+        f"{size(memory.n_bytes)} (--memory): --fabric FILE describes another device"
+    ]
 
 
 def _cost(answer: Answer) -> list[str]:

@@ -141,12 +141,12 @@ class _Run(fx.Interpreter):
         if self._recording is not None and self._before is not None:
             self._recording.let_go(self.user_to_last_uses.get(self._before, []))
         if self._recorder is not None:
-            self._recorder.hidden = n in self._fused
+            self._recorder.hidden, self._recorder.in_graph = n in self._fused, True
         try:
             value = super().run_node(n)
         finally:
             if self._recorder is not None:
-                self._recorder.hidden = False
+                self._recorder.hidden = self._recorder.in_graph = False
         if self._recording is not None:
             self._recording.hold(n, value)
         self._before = n

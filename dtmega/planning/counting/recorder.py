@@ -16,6 +16,7 @@ from torch._guards import TracingContext
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dtmega.planning.counting import launches
+from dtmega.planning.counting.copies import copied_bytes
 from dtmega.planning.counting.launches import Launch
 from dtmega.planning.counting.ledger import Ledger
 from dtmega.planning.counting.queues import Streams
@@ -40,6 +41,7 @@ class Recorder:
         groups: torch's name for each process group -> (name of the group in `World.groups`, size of the group).
         action: name of the current action, as in `Work.action`.
         hidden: whether new tensors take no memory, because a compiled block never writes them.
+        in_graph: whether a compiled graph runs, whose kernels convert elements as they read them.
         on_launch: function to call after each launch, with the operator's name, the launch, and the tensors that are
             new in memory; None for no function.
     """
@@ -51,6 +53,7 @@ class Recorder:
         self.groups: dict[str, tuple[str, int]] = {}
         self.action = "build"
         self.hidden = False
+        self.in_graph = False
         self.on_launch: Callable[[str, Launch, list[Tensor]], None] | None = None
         self._phase = "build"
         self._block = ""
@@ -160,6 +163,9 @@ class Recorder:
                     made.append(tensor)
         if self.in_build:
             return
+        if self.ledger.device_type == "cpu" and not self.in_graph:
+            n_bytes = copied_bytes(operator, args, kwargs, output)
+            self.ledger.free(self.ledger.allocate(n_bytes, self.owner(known.name)))
         launch = launches.launched(known, args, kwargs, output, self.ledger, self.groups, self.hidden)
         self.queue(launch)
         if self.on_launch is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -52,9 +52,8 @@ class Role(NamedTuple):
         held: owner of memory, such as "parameters" or "gradients" -> bytes on the rank between two steps.
         spans: memory during each action of the step, in order.
         works: kernels and messages of the step, in the order in which the host launches them.
-        n_shorter: number of microbatches in the shorter step, which runs before this step and from which
-            `extrapolation.extrapolated` computes the growth per microbatch.
-        held_shorter, shorter: `held` and `spans` of the shorter step.
+        shorter: plan of a shorter step, from which `extrapolation` computes the growth per microbatch; None if only one
+            number of microbatches was run.
         repeated: number of microbatches that were not run, because each does the same work as a middle microbatch.
         skipped: sentences for the user, one about each check that was skipped because it compares values.
     """
@@ -64,9 +63,7 @@ class Role(NamedTuple):
     held: dict[str, int]
     spans: list[Span]
     works: list[Work]
-    n_shorter: int
-    held_shorter: dict[str, int]
-    shorter: list[Span]
+    shorter: Role | None = None
     repeated: int = 0
     skipped: tuple[str, ...] = ()
 
@@ -93,25 +90,26 @@ def plan_role(
     sizes: Mapping[str, int],
     rank: int,
     device: torch.device,
-    n_microbatches: int,
-    n_shorter: int | None = None,
+    numbers: Sequence[int],
     imbalance: float = 1.0,
 ) -> Role:
-    """Plan one rank: run two steps and report the second step.
+    """Plan one rank: for each number of microbatches, run two steps and report the second step.
 
-    The first step also sets up FSDP, streams and pipelines.
+    The first of the two steps begins with what a step with another number of microbatches has left, and may set up
+    FSDP, streams and pipelines. The second step begins as every later step of a run does.
 
     Args:
         cfg: configuration of the run, complete and checked for this layout.
         sizes: resolved size of each mesh axis.
         rank: number of the rank.
         device: fake device.
-        n_microbatches: number of microbatches in the second step.
-        n_shorter: number of microbatches in the first step; None for `n_microbatches`.
+        numbers: numbers of microbatches in a step, in ascending order.
         imbalance: load of this rank's experts, as a multiple of the mean load in the rank's ep group.
+
+    Returns:
+        The plan of the last number of microbatches. `shorter` is the plan of the number before it.
     """
-    numbers = (n_microbatches if n_shorter is None else n_shorter, n_microbatches)
-    ends: list[tuple[dict[str, int], list[Span]]] = []
+    role: Role | None = None
     recorder = Recorder(device)
     rows = families.objective(cfg).blank(cfg.data, cfg.batch.micro_batch_size)
     share = float((rows["labels"] != IGNORED).float().mean())
@@ -145,27 +143,17 @@ def plan_role(
             fake_device.stepping = device.type != "cpu"
             make_moments(model, optimizer)
             for n in numbers:
-                with recorder.owning(ROWS):
-                    batch = _batch(cfg, rows, n)
-                recorder.begin()
-                train_step(step, batch)
-                recorder.enter("between steps")
-                del batch
+                for _ in range(2):
+                    with recorder.owning(ROWS):
+                        batch = _batch(cfg, rows, n)
+                    recorder.begin()
+                    train_step(step, batch)
+                    recorder.enter("between steps")
+                    del batch
                 held = {owner: n_bytes for owner, n_bytes in recorder.ledger.owners.items() if n_bytes}
-                ends.append((held, recorder.ledger.spans))
-        (held_shorter, shorter), (held, spans) = ends
-        skipped = tuple(fake_device.skipped)
-    return Role(
-        rank=rank,
-        n_microbatches=n_microbatches,
-        held=held,
-        spans=spans,
-        works=recorder.works,
-        n_shorter=numbers[0],
-        held_shorter=held_shorter,
-        shorter=shorter,
-        skipped=skipped,
-    )
+                role = Role(rank, n, held, recorder.ledger.spans, recorder.works, role)
+        assert role is not None
+        return role._replace(skipped=tuple(fake_device.skipped))
 
 
 def make_moments(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
