@@ -170,6 +170,8 @@ TORCH = {
     "torch.utils._pytree.tree_map_only": Private(
         ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
     ),
+    "torch.utils._pytree.tree_leaves": Private(("training/compiled_proof.py",), "the tensors that a block returns"),
+    "torch.utils._pytree.tree_map": Private(("training/compiled_proof.py",), "copy the tensors that a block is given"),
     "torch._C.DispatchKey.AutogradMeta": Private(
         ("planning/counting/fake_device.py",), "give composite operators their gradient on the meta device"
     ),
@@ -279,8 +281,12 @@ TORCH = {
     "torch.distributed.tensor.placement_types.Shard._split_tensor": Private(
         ("ops/shards.py",), "the parts of a dimension as DTensor cuts it"
     ),
-    "torch.nn.Module._call_impl": Private(("planning/counting/recorder.py",), "call a block, noting that it computes"),
-    "torch.nn.Module._compiled_call_impl": Private(("planning/counting/recorder.py",), "the same for compiled blocks"),
+    "torch.nn.Module._call_impl": Private(
+        ("planning/counting/recorder.py", "training/compiled_proof.py"), "call a block, noting that it computes"
+    ),
+    "torch.nn.Module._compiled_call_impl": Private(
+        ("planning/counting/recorder.py", "training/compiled_proof.py"), "the same for compiled blocks"
+    ),
     "torch.ops._c10d_functional.wait_tensor.default": Private(
         ("planning/counting/fake_device.py",), "hand on the tensor itself"
     ),

@@ -31,12 +31,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtmega import __version__, config
 from dtmega.data import cache_dir
+from dtmega.distributed.agreement import Startup
 from dtmega.files import atomic
 from dtmega.fsdp import release, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.lora.proof import blank_to_text
 from dtmega.ops.shards import local
 from dtmega.pipelining.schedule import broken_rule
+from dtmega.training import out_of_memory
 from dtmega.training.sharded_model import ShardedModel
 
 FACTOR = 4.0  # largest distance of compiled results from the measure, relative to the distance of eager results
@@ -50,6 +52,36 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     context: contextvars.Context
+
+
+def prove(cfg: config.Config, digest: str, world: World, model: ShardedModel, startup: Startup) -> list[str]:
+    """Prove compiled blocks, unless they are proven. With [compile] enable = "auto", others run eagerly from now on.
+
+    Args:
+        cfg: configuration of the run.
+        digest: digest of the directory that [model] path names.
+        world: processes and mesh of the run.
+        model: parallel model, with values.
+        startup: coordinator of the ranks, which refuses the run if it must compile and a block is wrong.
+
+    Returns:
+        The line about blocks that run eagerly because of the proof; [] if there are none.
+    """
+    key = key_of(cfg, world, digest)
+    with startup.step("compiled blocks that are proven") as step:
+        step.send = startup.rank == 0 and is_proven(key)
+    if step.received:
+        return []
+    with startup.step("proof of compiled blocks"), out_of_memory.refused(cfg, world.device, "blocks are proven"):
+        finding = unlike_eager(cfg, world, model, startup.heartbeat)
+        if finding and cfg.compile.enable is True:
+            raise ValueError(f"torch.compile changes block {finding} ([compile] enable = false)")
+    if finding:
+        run_eagerly(model)
+        return [f"blocks run eagerly, because torch.compile changes block {finding} ([compile] enable = 'auto')"]
+    if startup.rank == 0:
+        remember(key)
+    return []
 
 
 def is_proven(key: str) -> bool:

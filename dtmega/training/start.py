@@ -279,36 +279,6 @@ def fill(
     return checkpoints, loaded
 
 
-def prove_blocks(settings: Settings, world: World, model: ShardedModel, startup: Startup) -> list[str]:
-    """Prove that compiled blocks compute what eager blocks do. With [compile] enable = "auto", others run eagerly.
-
-    Exact runs compile only what is proven to the bit by tests (`training/exact`), and an evaluation learns nothing.
-
-    Returns:
-        The line about blocks that run eagerly because of the proof; [] if there are none.
-    """
-    cfg = settings.cfg
-    if cfg.eval.only or cfg.run.exact or not compiling(cfg, settings.device):
-        return []
-    from dtmega.training import compiled_proof  # imports what runs without compiled blocks do not need
-
-    key = compiled_proof.key_of(cfg, world, settings.digest)
-    with startup.step("compiled blocks that are proven") as step:
-        step.send = startup.rank == 0 and compiled_proof.is_proven(key)
-    if step.received:
-        return []
-    with startup.step("proof of compiled blocks"), out_of_memory.refused(cfg, world.device, "blocks are proven"):
-        finding = compiled_proof.unlike_eager(cfg, world, model, startup.heartbeat)
-        if finding and cfg.compile.enable is True:
-            raise ValueError(f"torch.compile changes what block {finding} ([compile] enable = false)")
-    if finding:
-        compiled_proof.run_eagerly(model)
-        return [f"blocks run eagerly, because torch.compile changes what block {finding} ([compile] enable = 'auto')"]
-    if startup.rank == 0:
-        compiled_proof.remember(key)
-    return []
-
-
 def write_files(
     settings: Settings,
     world: World,

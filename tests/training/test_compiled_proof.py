@@ -151,7 +151,7 @@ def test_a_gradient_that_compiled_blocks_lose_is_found_and_all_ranks_name_it_ali
 
 def run_with_finding(monkeypatch, tmp_path, corpus: str, enable: Any) -> int:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("dtmega.training.start.compiling", lambda cfg, device: True)
+    monkeypatch.setattr("dtmega.training.choices.compiling", lambda cfg, device: True)
     monkeypatch.setattr(compiled_proof, "unlike_eager", lambda *_: "'layers.0': output 0 is 1")
     keys = SMALL | {"model.vocab_size": 257, "train.steps": 1, "eval.interval": 0, "batch.global_batch_size": 2}
     data = {"data.path": corpus, "data.tokenizer": "bytes", "compile.enable": enable}
@@ -160,13 +160,13 @@ def run_with_finding(monkeypatch, tmp_path, corpus: str, enable: Any) -> int:
 
 def test_a_run_that_must_compile_is_refused_with_the_block_and_the_key(monkeypatch, tmp_path, corpus, capsys):
     assert run_with_finding(monkeypatch, tmp_path, corpus, True) == 2
-    said = "torch.compile changes what block 'layers.0': output 0 is 1 ([compile] enable = false)"
+    said = "torch.compile changes block 'layers.0': output 0 is 1 ([compile] enable = false)"
     assert said in "".join(capsys.readouterr())
 
 
 def test_a_run_that_may_compile_says_so_in_one_line_and_runs_eagerly(monkeypatch, tmp_path, corpus, capsys):
     assert run_with_finding(monkeypatch, tmp_path, corpus, "auto") == 0
-    said = "blocks run eagerly, because torch.compile changes what block 'layers.0': output 0 is 1 ([compile] enable"
+    said = "blocks run eagerly, because torch.compile changes block 'layers.0': output 0 is 1 ([compile] enable"
     assert capsys.readouterr().out.count(said) == 1
 
 
