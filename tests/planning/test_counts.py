@@ -41,8 +41,7 @@ BERT = {"model.name": "bert", "model.max_position_embeddings": 32}
 T5 = {"model.name": "t5", "data.decoder_seq_len": 12}
 EXACT = {"run.exact": True, "model.n_layers": 2}
 PREFIX = {"data.objective": "prefix-lm"}
-# Rows of the embedding that 2 ranks do not divide, and so many that the peak is where its gradient is added up.
-UNEVEN = 2001
+UNEVEN = 2001  # rows of the embedding, which 2 ranks do not divide
 
 # Name -> processes, keys.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
