@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtmega import __version__, config
 from dtmega.data import cache_dir
+from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.files import atomic
 from dtmega.fsdp import release, sync_gradients
@@ -38,7 +39,6 @@ from dtmega.mesh import World
 from dtmega.models.lora.proof import blank_to_text
 from dtmega.ops.shards import local
 from dtmega.pipelining.schedule import broken_rule
-from dtmega.training import out_of_memory
 from dtmega.training.sharded_model import ShardedModel
 
 FACTOR = 4.0  # largest distance of compiled results from the measure, relative to the distance of eager results
@@ -65,20 +65,22 @@ def prove(cfg: config.Config, digest: str, world: World, model: ShardedModel, st
         startup: coordinator of the ranks, which refuses the run if it must compile and a block is wrong.
 
     Returns:
-        The line about blocks that run eagerly because of the proof; [] if there are none.
+        The line about blocks that run eagerly because of the proof, or that could not be proven; [] if all are right.
     """
     key = key_of(cfg, world, digest)
     with startup.step("compiled blocks that are proven") as step:
         step.send = startup.rank == 0 and is_proven(key)
     if step.received:
         return []
-    with startup.step("proof of compiled blocks"), out_of_memory.refused(cfg, world.device, "blocks are proven"):
-        finding = unlike_eager(cfg, world, model, startup.heartbeat)
-        if finding and cfg.compile.enable is True:
-            raise ValueError(f"torch.compile changes block {finding} ([compile] enable = false)")
-    if finding:
+    with startup.step("proof of compiled blocks"):
+        wrong, unproven = unlike_eager(cfg, world, model, startup.heartbeat)
+        if wrong and cfg.compile.enable is True:
+            raise ValueError(f"torch.compile changes block {wrong} ([compile] enable = false)")
+    if wrong:
         run_eagerly(model)
-        return [f"blocks run eagerly, because torch.compile changes block {finding} ([compile] enable = 'auto')"]
+        return [f"blocks run eagerly, because torch.compile changes block {wrong} ([compile] enable = 'auto')"]
+    if unproven:
+        return [f"compiled blocks could not be compared with eager ones: {unproven} ([compile] enable)"]
     if startup.rank == 0:
         remember(key)
     return []
@@ -115,7 +117,9 @@ def key_of(cfg: config.Config, world: World, digest: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
-def unlike_eager(cfg: config.Config, world: World, model: ShardedModel, heartbeat: Callable[[], object]) -> str:
+def unlike_eager(
+    cfg: config.Config, world: World, model: ShardedModel, heartbeat: Callable[[], object]
+) -> tuple[str, str]:
     """Compare each compiled block with the same block run eagerly. All ranks call this function together.
 
     Args:
@@ -125,7 +129,8 @@ def unlike_eager(cfg: config.Config, world: World, model: ShardedModel, heartbea
         heartbeat: function that is called before each block.
 
     Returns:
-        The first finding of any rank, equal on all ranks: the block and the tensor that are wrong; '' if all are right.
+        Two texts of the first rank that has one, equal on all ranks: the block and the tensor that are wrong, and the
+        error that ended the comparison; '' if all are right, and if there was no error.
     """
     n = 1
     if world.sizes["pp"] > 1:
@@ -142,17 +147,22 @@ def unlike_eager(cfg: config.Config, world: World, model: ShardedModel, heartbea
     # Else, at the end of each backward, FSDP would reduce zeros into the gradients of all other blocks.
     for stage in model.stages.values():
         sync_gradients(stage, False, reshard=model.reshard)
-    finding = ""
+    wrong, unproven = "", ""
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     for name, call in calls.items():
         heartbeat()
-        # The context variables hold what a transformers model's forward provides to its attention.
-        found = call.context.run(_compare, blocks[name], call, dtype)
-        finding = finding or (found and f"'{name}': {found}")
+        try:
+            # The context variables hold what a transformers model's forward provides to its attention.
+            found = call.context.run(_compare, blocks[name], call, dtype)
+        # A device may lack memory for a block in the wider dtype, or a kernel: this says nothing of the compiled block.
+        except RuntimeError as error:
+            unproven = f"'{name}' in {dtype}: {exit_codes.error_summary(error)}"
+            break
+        wrong = wrong or (found and f"'{name}': {found}")
     for stage in model.stages.values():
         sync_gradients(stage, True, reshard=model.reshard)
         release(stage)
-    return _first_of_ranks(finding, world)
+    return _first_of_ranks(wrong, world), _first_of_ranks(unproven, world)
 
 
 def run_eagerly(model: ShardedModel) -> None:
