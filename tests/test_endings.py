@@ -239,13 +239,14 @@ def test_a_run_whose_checkpoints_are_not_to_be_seen_is_refused_and_begins_anew_o
         had = f"a checkpoint of step {3 if told_by == 'metrics.jsonl' else 2} ({told_by})"
     if told_by == "starts.jsonl":
         (run_dir / "metrics.jsonl").write_text('{"step": 3, "checkpoint": 3, "checkpoint_error": "full"}\n')
-    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.name != "exit.json"}
+    written_anew = ("exit.json", ".lock")
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.name not in written_anew}
     for _ in range(2):
         assert alone(keys, run_dir) == exit_codes.REFUSED
         said = capsys.readouterr().err
         assert f"{run_dir} is of a run that had {had}, and {root} has no checkpoint: " in said
         assert "[checkpoint] resume = 'none'" in said
-    assert {path: path.read_bytes() for path in run_dir.iterdir() if path.name != "exit.json"} == before
+    assert {path: path.read_bytes() for path in run_dir.iterdir() if path.name not in written_anew} == before
     assert not (tmp_path / "disk").exists()
     assert alone(keys | {"checkpoint.resume": "none"}, run_dir) == 0
     assert (run_dir / "metrics.1.jsonl").read_bytes() == before[run_dir / "metrics.jsonl"]

@@ -44,6 +44,7 @@ from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.tokenizers import chat
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.interop.hf import resolve
 from tests.data.indexed_files.test_conversations import CHAT
 from tests.data.indexed_files.test_conversations import write as write_chat
@@ -273,6 +274,7 @@ def test_a_key_is_another_with_another_value_of_any_of_its_ingredients(tmp_path:
 DOCUMENTS = ["--tokenizer bytes", "--json-key body", "--append-eod", "--encoding latin-1", "--encoding utf-16"]
 DOCUMENTS += ["--split-documents 7", "--split-documents 8", "--split-documents blank-lines"]
 DOCUMENTS += ["--split-sentences prose", "--split-sentences blocks"]
+DOCUMENTS += ["--tokenizer tokenizer.json", "--prepend-bos --tokenizer tokenizer.json"]
 CONVERSATIONS = ["--tokenizer bytes", "--json-key talk", "--encoding latin-1", "--chat-template own.jinja"]
 CONVERSATIONS += ["--train-on all", "--train-on last", "--roles bot=assistant", "--roles bot=user"]
 # These choose the files, which have a digest of their own, or change no token of a text that is tokenized whole.
@@ -284,6 +286,8 @@ def test_every_option_of_tokenize_that_changes_tokens_changes_the_digest_of_a_pa
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer.json").write_text(to_json("stdlib-8k"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>"}')
     monkeypatch.chdir(tmp_path)
 
     def stop(*args: Any, **options: Any) -> None:

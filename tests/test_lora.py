@@ -274,8 +274,8 @@ def test_a_run_goes_on_with_its_base_elsewhere_and_in_another_form():
     [
         ("other base", "is not the base of this run: 21 of 21 tensors differ"),
         ("no base", "the base of this run cannot be read"),
-        ("drawn", "expected weights to start from, got none"),
-        ("drawn, frozen", "expected weights to start from, got none"),
+        ("drawn", "without weights to start from"),
+        ("drawn, frozen", "without weights to start from"),
     ],
 )
 def test_another_a_missing_and_a_drawn_base_are_refused(name: str, words: str):

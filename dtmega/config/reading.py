@@ -207,7 +207,7 @@ def validate(
     while True:
         try:
             sections = kind.model_validate(merged)
-            sections._replaced = tuple(replacements)
+            sections.note_replaced(replacements)
             return sections
         except ValidationError as error:
             removed = _remove_excluded(merged, error, overrides, source)

@@ -61,6 +61,10 @@ class Section(BaseModel):
         """A line for each key of the file that an option with another name has replaced (`reading.validate`)."""
         return self._replaced
 
+    def note_replaced(self, lines: Sequence[str]) -> None:
+        """Set the lines of `replaced`."""
+        self._replaced = tuple(lines)
+
 
 @dataclass(frozen=True)
 class SectionClasses:

@@ -19,6 +19,7 @@ from dtmega.files.object_requests import (
     PARALLEL,
     PART_BYTES,
     Unreachable,
+    at_start,
     check_usable,
     kind_of,
     open_store,
@@ -58,7 +59,7 @@ class ObjectFile:
             key: configuration key or option that gave the URL, for messages.
 
         Raises:
-            ValueError: the URL holds credentials.
+            ValueError: the URL holds credentials, or names no object.
             Unreachable: the store does not answer.
         """
         check_usable(url, key)
@@ -69,6 +70,8 @@ class ObjectFile:
             return None
         except Unreachable as error:
             raise type(error)(f"cannot open {error} ({key})") from None
+        except ValueError as error:
+            raise ValueError(f"cannot open {url}: {error} ({key})") from None
         file.size, file.version = meta["size"], _version(meta)
         return file
 
@@ -153,8 +156,8 @@ def matching(pattern: str, key: str) -> list[str]:
         store = open_store(folder)
         with reported():
             names = [entry["path"] for entry in store.list_with_delimiter()["objects"]]
-    except Unreachable as error:
-        raise type(error)(f"cannot list {folder}: {error} ({key})") from None
+    except (Unreachable, ValueError) as error:
+        raise at_start(error, f"cannot list {folder}: {error} ({key})") from None
     return [f"{folder}/{name}" for name in names if fnmatchcase(name, wanted)]
 
 

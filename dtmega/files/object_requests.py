@@ -62,15 +62,22 @@ def check_usable(url: str, key: str) -> None:
 
 
 def open_store(url: str) -> Any:
-    """Open the object store at a URL, with credentials from the environment. No request is sent yet."""
+    """Open the object store at a URL, with credentials from the environment. No request is sent yet.
+
+    Raises:
+        ValueError: the URL is not of this form.
+    """
+    from obstore.exceptions import BaseError
     from obstore.store import from_url
 
     scheme, _, rest = url.partition("://")
     # obstore does not accept the scheme gcs.
     spelled = f"gs://{rest}" if scheme == "gcs" else url
     options: dict[str, Any] = {"client_options": _client_options(), "retry_config": _retries()}
-    with reported():
+    try:
         return from_url(spelled, **options)
+    except BaseError as error:
+        raise ValueError(reason(error)) from None
 
 
 def put_new(store: Any, key: str, data: bytes) -> None:

@@ -282,9 +282,10 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
 
     pa.set_memory_pool(pa.system_memory_pool())  # the usual pool reserves a GiB in advance, which no limit reaches
     try:
+        names = pq.read_schema(path).names
+        if column not in names:
+            raise ValueError(f"{path}: expected a column '{column}' (--json-key), got {names}")
         with pq.ParquetFile(path, read_dictionary=[column]) as file:
-            if column not in file.schema_arrow.names:
-                raise ValueError(f"{path}: expected a column '{column}' (--json-key), got {file.schema_arrow.names}")
             row, n_rows, size_bytes = 0, file.metadata.num_rows, os.path.getsize(path)
             batches = file.iter_batches(batch_size=_rows_at_a_time(file.metadata, column), columns=[column])
             while True:

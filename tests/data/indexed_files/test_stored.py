@@ -27,6 +27,7 @@ from dtmega.data.objectives.known import OBJECTIVES
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import Text, fingerprint, open_text
 from dtmega.files import object_file, object_requests
+from dtmega.files.object_requests import Unreachable
 from tests.layouts import FAMILIES, FORMS, write_data
 from tests.object_server import BUCKET, Object, Request, Server
 from tests.stored_data import reads, store
@@ -331,7 +332,7 @@ def test_a_bin_that_does_not_fit_its_index_is_refused(object_store, text):
 def test_a_store_that_does_not_answer_is_refused_at_a_start(object_store, text):
     url = store(object_store, text, "a/text")
     object_store.fault = lambda request: "503"
-    with pytest.raises(ValueError, match=r"cannot open s3://bucket/a/text.idx: .*503.*\[data\] path") as error:
+    with pytest.raises(Unreachable, match=r"cannot open s3://bucket/a/text.idx: .*503.*\[data\] path") as error:
         IndexedDataset(url)
     assert "127.0.0.1" not in str(error.value)
 

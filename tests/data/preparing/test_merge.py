@@ -137,8 +137,8 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
     there = write(tmp_path / "there", [[[5]]])
     before = Path(f"{there}.idx").read_bytes()
     for parts, message in (
-        ([plain, closed], "'append_eod': True"),
-        ([plain, silent], "got nothing and {"),
+        ([plain, closed], "append_eod is True, not False"),
+        ([plain, silent], ": the first has none"),
         ([silent, plain], "and nothing"),
         ([silent, wide], "expected tokens of uint16"),
         ([wide, silent], "expected tokens of int32"),

@@ -214,7 +214,9 @@ def test_no_tracker_is_sent_the_credentials_in_a_url(tmp_path: Path, monkeypatch
     library = MagicMock()
     monkeypatch.setattr(trackers, "import_module", lambda name: library)
     url = "s3://USER:hunter2@bucket/run?X-Amz-Signature=hunter3"
-    cfg = settings(tmp_path, name).model_copy(update={"checkpoint": config.Checkpoint(dir=url)})
+    cfg = settings(tmp_path, name)
+    # A run refuses such a URL; an older checkpoint's configuration may hold one.
+    cfg = cfg.model_copy(update={"checkpoint": cfg.checkpoint.model_copy(update={"dir": url})})
     trackers.TRACKERS[name](cfg, "")
     sent = str(library.mock_calls)
     assert "s3://***@bucket/run?***" in sent
