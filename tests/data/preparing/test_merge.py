@@ -139,7 +139,7 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
     for parts, message in (
         ([plain, closed], "append_eod is True, not False"),
         ([plain, silent], ": the first has none"),
-        ([silent, plain], "and nothing"),
+        ([silent, plain], ": the second has none"),
         ([silent, wide], "expected tokens of uint16"),
         ([wide, silent], "expected tokens of int32"),
         ([silent, silent], f"names {silent} twice"),
