@@ -42,7 +42,7 @@ from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import choices, errors, exact, start
+from dtmega.training import errors, exact, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.training.exact.record import Record
 from dtmega.training.health import Health
@@ -119,7 +119,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
-    proof = choices.prove_compiled(cfg, settings.digest, world, model, startup)
+    proof = start.prove_compiled(settings, world, model, startup)
     at = loaded.progress if loaded else START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -110,18 +110,6 @@ def accumulation_note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes
 def compiling(cfg: config.Config, device: torch.device) -> bool:
     """True if blocks are compiled; 'auto' compiles on GPUs."""
     return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
-
-
-def prove_compiled(cfg: config.Config, digest: str, world: Any, model: Any, startup: Any) -> list[str]:
-    """Prove that compiled blocks compute what eager blocks do, or let them run eagerly (`compiled_proof.prove`).
-
-    Exact runs compile only what tests have proven to the bit (`training/exact`), and an evaluation learns nothing.
-    """
-    if cfg.eval.only or cfg.run.exact or not compiling(cfg, world.device):
-        return []
-    from dtmega.training import compiled_proof  # imports what runs without compiled blocks do not need
-
-    return compiled_proof.prove(cfg, digest, world, model, startup)
 
 
 def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:

@@ -279,6 +279,19 @@ def fill(
     return checkpoints, loaded
 
 
+def prove_compiled(settings: Settings, world: World, model: ShardedModel, startup: Startup) -> list[str]:
+    """Prove that compiled blocks compute what eager blocks do, or let them run eagerly (`compiled_proof.prove`).
+
+    Exact runs compile only what tests have proven to the bit (`training/exact`), and an evaluation learns nothing.
+    """
+    cfg = settings.cfg
+    if cfg.eval.only or cfg.run.exact or not compiling(cfg, world.device):
+        return []
+    from dtmega.training import compiled_proof  # imports what runs without compiled blocks do not need
+
+    return compiled_proof.prove(cfg, settings.digest, world, model, startup)
+
+
 def write_files(
     settings: Settings,
     world: World,

@@ -189,7 +189,7 @@ WRONG = "'layers.0': output 0 is 1"
 
 def run_with_finding(monkeypatch, tmp_path, corpus: str, enable: Any, wrong: str, unproven: str = "") -> int:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("dtmega.training.choices.compiling", lambda cfg, device: True)
+    monkeypatch.setattr("dtmega.training.start.compiling", lambda cfg, device: True)
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)  # whatever is said, nothing needs to be compiled
     monkeypatch.setattr(compiled_proof, "unlike_eager", lambda *_: (wrong, unproven))
     keys = SMALL | {"model.vocab_size": 257, "train.steps": 1, "eval.interval": 0, "batch.global_batch_size": 2}
