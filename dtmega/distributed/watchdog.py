@@ -5,8 +5,8 @@
 
 If all ranks are in the same phase, the innermost frames of the main threads show which rank hangs: a rank inside a
 collective waits for the other ranks; a rank elsewhere has not reached the collective. A rank whose own watch is silent
-is in a process that is stopped. The watch also writes the record
-of torch's flight recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
+is in a process that is stopped. The watch also writes the record of torch's flight recorder
+(`dtmega/distributed/flight_recorder.py`), which names that collective.
 """
 
 from __future__ import annotations

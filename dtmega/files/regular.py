@@ -15,7 +15,7 @@ def open_regular(path: str | Path, *, follow: bool = True, buffering: int = -1) 
     Args:
         path: path of the file.
         follow: whether to follow a symbolic link.
-        buffering: as for `open`; 0 for no buffer.
+        buffering: buffering policy, as in `open`; 0 turns buffering off.
 
     Raises:
         OSError: the file is missing or unreadable, is not a regular file, or is a link that is not followed.

@@ -58,7 +58,7 @@ class Settings(NamedTuple):
         digest: digest of the directory that [model] path names; '' if the model has no directory.
         memory_bytes: memory of rank 0's device, passed to all ranks; None on CPUs.
         auto_dtype: whether the configuration left the parameters' dtype open.
-        machine: what decides the bits of this rank's products (`training/exact/machine.py`); {} without [run] exact.
+        machine: description of this rank's machine (`training/exact/machine.py`); {} without [run] exact.
     """
 
     saved_cfg: Config

@@ -147,7 +147,7 @@ def fixed(cfg: config.Config, sizes: Mapping[str, int], machine: Mapping[str, An
     Args:
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        machine: what `machine.prepare` has found.
+        machine: description of this machine, from `machine.prepare`.
         compiled: whether blocks are compiled.
     """
     return {
@@ -198,7 +198,7 @@ def not_recorded(was: ExactState | None, machine: Mapping[str, Any]) -> list[str
 
     Args:
         was: state that the checkpoint stores; None for a new run.
-        machine: what `machine.prepare` has found.
+        machine: description of this machine, from `machine.prepare`.
     """
     missing = [name for name in machine if was and name not in was.fixed]
     if not missing:
@@ -236,7 +236,7 @@ def begin(
         sums: object that adds up the run's gradients as fixed-point integers; None without [run] exact.
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
-        machine: what `machine.prepare` has found.
+        machine: description of this machine, from `machine.prepare`.
         compiled: whether blocks are compiled.
         was: state that the checkpoint stores; None for a new run.
 

@@ -1,4 +1,4 @@
-"""What decides the bits of a product on this machine: the processor, the libraries' settings, and a few products.
+"""Description of a machine for exact runs: its processor, the settings of its libraries, and the bits of products.
 
 A setting has a name, which a message needs. But no list of names is complete, and some settings (flushing of denormal
 numbers) cannot be read. So products of fixed numbers are recorded too: whatever changes their bits changes a run's.
