@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, mesh
+from dtmega import config, mesh, rooms
 from dtmega.checkpoint import found, resume
 from dtmega.checkpoint.run import SaveOutcome
 from dtmega.checkpoint.state import HEALTHY, START, Progress, State
@@ -69,9 +69,7 @@ def main(argv: list[str]) -> int:
     """
     process.die_with_parent()
     if "--dry-run" in argv:
-        from dtmega.planning.answers import dry_run  # imports modules that a run does not need
-
-        return dry_run.main(argv)
+        return rooms.dry_run().main(argv)
     exit_status = ExitStatus()
     with ExitStack() as closing:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import subprocess
@@ -17,11 +18,64 @@ READING = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
 ANNEXES = ("dtmega.interop", "dtmega.cli.convert")
 
 
+TABLE = "dtmega.rooms"  # the imports that only a key of the configuration asks for
+
+
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Module -> the modules of dtmega that it imports, wherever in the file the import stands."""
+    """Module -> the modules of dtmega that it imports, wherever in the file the import stands, or through the table."""
     graph = grimp.build_graph("dtmega", cache_dir=None)
-    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    found = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    for module in found:
+        if TABLE in found[module]:
+            found[module] = found[module] | opened(module)
+    return {**found, TABLE: set()}
+
+
+def syntax(module: str) -> ast.Module:
+    """The syntax tree of a module of dtmega."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imported(statement: ast.ImportFrom) -> set[str]:
+    """The modules that a statement `from dtmega.room import module` imports."""
+    names = {f"{statement.module}.{alias.name}" for alias in statement.names}
+    folders = {name for name in names if (ROOT / name.replace(".", "/")).is_dir()}
+    files = {name for name in names if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()}
+    return folders | files
+
+
+@functools.cache
+def table() -> dict[str, set[str]]:
+    """Function of the table -> the modules that it imports."""
+    functions = [node for node in syntax(TABLE).body if isinstance(node, ast.FunctionDef)]
+    return {
+        function.name: set().union(*(imported(node) for node in function.body if isinstance(node, ast.ImportFrom)))
+        for function in functions
+    }
+
+
+def opened(module: str) -> set[str]:
+    """The modules that a module imports through the table."""
+    names = {
+        node.attr
+        for node in ast.walk(syntax(module))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rooms"
+    }
+    return set().union(*(table()[name] for name in names))
+
+
+def inside_functions(module: str) -> list[str]:
+    """The imports of dtmega's modules that stand in functions of a module."""
+    functions = [node for node in ast.walk(syntax(module)) if isinstance(node, ast.FunctionDef)]
+    found = []
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtmega"):
+                found.append(f"{module}.{function.name}: {node.module}")
+    return found
 
 
 def in_room(module: str, *rooms: str) -> bool:
@@ -40,6 +94,20 @@ def test_no_modules_import_each_other_in_a_circle():
         for module in free:
             del waiting[module]
     assert sorted(waiting) == []
+
+
+def test_an_import_in_a_function_stands_in_the_table():
+    # A command imports what it does when it is called; users may import the names that `plans` lends from there too.
+    elsewhere = ("dtmega.cli", "dtmega.__main__", "dtmega.plans", TABLE)
+    found = [line for module in imports() if not in_room(module, *elsewhere) for line in inside_functions(module)]
+    assert found == []
+
+
+def test_the_table_has_no_function_that_nobody_calls():
+    graph = grimp.build_graph("dtmega", cache_dir=None)
+    callers = graph.find_modules_that_directly_import(TABLE)
+    called = [target for module in callers for target in opened(module)]
+    assert [name for name, targets in table().items() if not targets <= {*called}] == []
 
 
 def test_only_families_brings_models_and_plans_together():

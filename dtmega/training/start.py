@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega import config, families, mesh
+from dtmega import config, families, mesh, rooms
 from dtmega.checkpoint import changes, found, resume, starting
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
@@ -287,9 +287,7 @@ def prove_compiled(settings: Settings, world: World, model: ShardedModel, startu
     cfg = settings.cfg
     if cfg.eval.only or cfg.run.exact or not compiling(cfg, world.device):
         return []
-    from dtmega.training import compiled_proof  # imports what runs without compiled blocks do not need
-
-    return compiled_proof.prove(cfg, settings.digest, world, model, startup)
+    return rooms.compiled_proof().prove(cfg, settings.digest, world, model, startup)
 
 
 def write_files(

@@ -1,0 +1,141 @@
+"""Claims about what a run loads: the rooms that its configuration asks for, and no other.
+
+Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is prepared
+already. `benchmarks/loaded.py` prints the same, with lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from dtmega.data.preparing.corpus import prepare_stdlib
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a configuration may ask for -> patterns of the modules that serve nothing else. A pattern covers a module's parts.
+ROOMS = {
+    "bloom": ["models.bloom", "plans.bloom", "families.bloom"],
+    "gpt": ["models.gpt", "plans.gpt", "families.gpt"],
+    "llama": ["models.llama", "plans.llama", "families.llama"],
+    "moe": ["models.moe", "models.latent_attention", "plans.moe", "families.moe"],
+    "bert": ["models.bert", "plans.bert", "families.bert"],
+    "t5": ["models.t5", "plans.t5", "families.t5"],
+    "transformers": ["interop.hf.model", "interop.hf.record", "interop.hf.resolve", "interop.hf.families"],
+    "files of other programs": ["interop.hf.files.write", "interop.hf.names", "interop.megatron", "formats"],
+    "plans of transformers": ["interop.hf.tp"],
+    "lora": ["models.lora", "plans.adapters"],
+    "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
+    "ep": ["plans.expert_parallel"],
+    "muon": ["ops.optim.muon", "ops.optim.owners"],
+    "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
+    "cp": ["ops.context_parallel", "ops.attention_over_ranks"],
+    "pp": ["pipelining"],
+    "fsdp": ["fsdp"],
+    "tp": ["plans"],
+    "object stores": ["files.object_file", "files.object_requests", "checkpoint.objects", "data.indexed_files.stored*"],
+    "conversations": ["data.indexed_files.conversations", "data.sampling.packs"],
+    "prefixes": ["data.objectives.prefixes"],
+    "spans and masks": ["data.objectives.denoising"],
+    "megatron's orders": ["data.megatron"],
+    "preparing text": ["data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"],
+    "profiles": ["training.profile", "training.operator_times"],
+    "trackers": ["training.records.trackers"],
+    "float16": ["ops.loss_scale"],
+    "spikes": ["ops.optim.spikes"],
+    "starting weights": ["checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
+    "changes": ["checkpoint.changes"],
+    "planning": ["planning"],
+    "reports": ["report"],
+    "synonyms": ["config.suggestions"],
+}
+
+# A run -> number of ranks, its options, and the rooms that it opens.
+RUNS = {
+    "bloom": (1, [], {"bloom"}),
+    "llama": (1, [], {"llama"}),
+    "moe over ep": (2, ["--mesh.ep", "2", "--mesh.dp_shard", "2"], {"moe", "experts", "ep", "fsdp"}),
+    "bloom over pp": (2, ["--mesh.pp", "2"], {"bloom", "pp"}),
+    "bloom over tp": (2, ["--mesh.tp", "2"], {"bloom", "tp"}),
+    "hf": (1, ["--model.path", "model", "--data.tokenizer", "stdlib-8k"], {"transformers"}),
+}
+SHORT = (
+    *("--run.device", "cpu", "--train.steps", "2", "--eval.interval", "2", "--eval.steps", "1"),
+    *("--eval.sample_tokens", "2", "--data.num_workers", "0", "--log.tensorboard", "false"),
+)
+RUN = """
+import json, os, sys
+from pathlib import Path
+from dtmega import train
+from dtmega.distributed import process
+code = train.main(sys.argv[2:])
+loaded = sorted(name.removeprefix("dtmega.") for name in sys.modules if name.startswith("dtmega."))
+Path(sys.argv[1], "loaded-" + os.environ.get("RANK", "0")).write_text(json.dumps(loaded))
+process.leave(code)
+"""
+
+
+def rooms_of(module: str) -> set[str]:
+    """The capabilities that the module serves; of two patterns, the longer one decides."""
+    matching: dict[str, int] = {}
+    for room, patterns in ROOMS.items():
+        for pattern in patterns:
+            if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
+                matching[room] = max(len(pattern), matching.get(room, 0))
+    return {room for room, length in matching.items() if length == max(matching.values())}
+
+
+def small_llama(folder: Path) -> None:
+    """Save the configuration of a small Llama, without weights."""
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 8192, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
+
+
+def loaded(name: str, folder: Path) -> list[str]:
+    """The modules of dtmega that any rank has loaded when the run ends, without 'dtmega.'."""
+    n_ranks, options, _ = RUNS[name]
+    config = name.split()[0]
+    if config == "hf":
+        small_llama(folder / "model")
+    prepare_stdlib(load_tokenizer("stdlib-8k"))
+    program = folder / "run.py"
+    program.write_text(RUN)
+    launch = [sys.executable]
+    if n_ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launch += ["--nproc-per-node", str(n_ranks)]
+    command = [*launch, str(program), ".", "--config", f"{config}.toml", *SHORT, *options, "--run.dir", "run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    modules: set[str] = set()
+    for rank in range(n_ranks):
+        modules |= set(json.loads((folder / f"loaded-{rank}").read_text()))
+    return sorted(modules)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_loads_the_rooms_that_it_asks_for_and_no_other(name: str, tmp_path: Path):
+    opened = RUNS[name][2]
+    modules = loaded(name, tmp_path)
+    unasked = {module: rooms for module in modules if (rooms := rooms_of(module)) and not rooms & opened}
+    assert unasked == {}
+    assert opened == {room for room in opened if any(room in rooms_of(module) for module in modules)}
+
+
+def test_every_room_is_there():
+    modules = [
+        ".".join(file.relative_to(ROOT / "dtmega").with_suffix("").parts).removesuffix(".__init__")
+        for file in (ROOT / "dtmega").rglob("*.py")
+    ]
+    served = {room for module in modules for room in rooms_of(module)}
+    assert sorted(ROOMS.keys() - served) == []
