@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, families
-from dtmega.interop.hf.names.bloom import HF
+from dtmega.interop.formats.bloom import HF
 from dtmega.models.bloom import Bloom
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights

@@ -16,7 +16,8 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.models.model import Model
-from dtmega.models.show import answered, filled, masked
+from dtmega.models.show_masks import filled, masked
+from dtmega.models.show_spans import answered
 from tests.layouts import FAMILIES, PAIRS, write_data
 from tests.resumed import Training, train_all
 

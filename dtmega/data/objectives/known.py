@@ -15,6 +15,12 @@ MASKED = Masked()
 SPANS = Spans()
 SEPARATE_SPANS = SeparateSpans()
 OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, CONVERSATIONS, MASKED, SPANS, SEPARATE_SPANS)
+NAMES: tuple[str, ...] = ("next-token", "prefix-lm", "conversations", "masked", "spans", "separate-spans")
+
+
+def objective(name: str) -> Objective:
+    """The objective with this name."""
+    return OBJECTIVES[NAMES.index(name)]
 
 
 def check_keys(data: Data, objective: Objective) -> None:

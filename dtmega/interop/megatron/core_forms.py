@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Heads, Rule
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.rules import Heads, Rule
 from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES
 
 LAYERS = "decoder.layers."

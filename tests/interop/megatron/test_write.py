@@ -19,7 +19,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
-from dtmega.formats.whole import as_ours, as_theirs
+from dtmega.interop.formats.whole import as_ours, as_theirs
 from dtmega.interop.megatron import write, write_core
 from tests import core_files, hf_models, megatron_files
 from tests.interop.hf.files.test_ours import Memory
