@@ -13,6 +13,79 @@ from __future__ import annotations
 # Families: a record for each value of [model] name.
 
 
+def bloom_keys():
+    """The keys of BLOOM: [model] name = "bloom"."""
+    from dtmega.config.families import bloom
+
+    return bloom
+
+
+def gpt_keys():
+    """The keys of GPT-2 and GPT-3: [model] name = "gpt"."""
+    from dtmega.config.families import gpt
+
+    return gpt
+
+
+def bert_keys():
+    """The keys of BERT: [model] name = "bert"."""
+    from dtmega.config.families import bert
+
+    return bert
+
+
+def llama_keys():
+    """The keys of Llama, Mistral and Qwen3: [model] name = "llama"."""
+    from dtmega.config.families import llama
+
+    return llama
+
+
+def moe_keys():
+    """The keys of mixtures of experts: [model] name = "moe"."""
+    from dtmega.config.families import moe
+
+    return moe
+
+
+def t5_keys():
+    """The keys of T5: [model] name = "t5"."""
+    from dtmega.config.families import t5
+
+    return t5
+
+
+def hf_keys():
+    """The keys of a model that transformers implements: [model] name = "hf"."""
+    from dtmega.config.families import hf
+
+    return hf
+
+
+# Configuration: what its reading needs only sometimes.
+
+
+def mixtures():
+    """The notation for mixtures of corpora: [data] train, test and validation."""
+    from dtmega.config import mixtures
+
+    return mixtures
+
+
+def config_help():
+    """The list of keys: `--help`."""
+    from dtmega.config import help
+
+    return help
+
+
+def suggestions():
+    """Suggestions for names that do not exist, of keys, sections and files."""
+    from dtmega.config import suggestions
+
+    return suggestions
+
+
 # Data: objectives, orders, preparing, object stores.
 
 
