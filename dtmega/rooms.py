@@ -109,4 +109,11 @@ def compiled_proof():
 # Layouts: axes of the mesh, adapters, experts, optimizers.
 
 
+def cpu_attention():
+    """Attention as batched products: a CPU with bfloat16 instructions."""
+    from dtmega.ops.cpu import attention
+
+    return attention
+
+
 # Checkpoints and files: object stores, starting weights, files of other programs.

@@ -38,7 +38,7 @@ ROOMS = {
     "ep": ["plans.expert_parallel"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
-    "cp": ["ops.context_parallel", "ops.attention_over_ranks"],
+    "cp": ["ops.context_parallel", "ops.sequence_exchange"],
     "pp": ["pipelining"],
     "fsdp": ["fsdp"],
     "tp": ["plans"],
