@@ -16,6 +16,41 @@ from __future__ import annotations
 # Data: objectives, orders, preparing, object stores.
 
 
+def next_token():
+    """The objective of causal models that learn each token of running text."""
+    from dtmega.data.objectives import next_token
+
+    return next_token
+
+
+def prefixes():
+    """The objective of prefix language models: [data] objective = "prefix-lm"."""
+    from dtmega.data.objectives import prefixes
+
+    return prefixes
+
+
+def conversations():
+    """The objective whose samples are conversations: [data] objective = "conversations"."""
+    from dtmega.data.objectives import conversations
+
+    return conversations
+
+
+def masked_tokens():
+    """The objective of BERT."""
+    from dtmega.data.objectives.denoising import masked
+
+    return masked
+
+
+def hidden_spans():
+    """The objectives of T5."""
+    from dtmega.data.objectives.denoising import span_objectives
+
+    return span_objectives
+
+
 # Training: what a step may do beside training, and what a run may report.
 
 

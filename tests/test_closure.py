@@ -41,7 +41,7 @@ ROOMS = {
     "fsdp": ["fsdp"],
     "tp": ["plans"],
     "object stores": ["files.object_file", "files.object_requests", "checkpoint.objects", "data.indexed_files.stored*"],
-    "conversations": ["data.indexed_files.conversations", "data.sampling.packs"],
+    "conversations": ["data.indexed_files.conversations", "data.sampling.packs", "data.objectives.conversations"],
     "prefixes": ["data.objectives.prefixes"],
     "spans and masks": ["data.objectives.denoising"],
     "megatron's orders": ["data.megatron"],
