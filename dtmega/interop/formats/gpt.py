@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtmega import config
+from dtmega.config.families.gpt import GPTKeys
 from dtmega.interop.formats.format import Format, Key
 from dtmega.interop.formats.gated import refuse_gated
 from dtmega.interop.formats.own import OwnFormats
@@ -14,7 +15,7 @@ from dtmega.interop.megatron.core_forms import GPT_FORMS
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entry for the embedding's dropout rate, which config.json stores under a separate key."""
-    assert isinstance(model, config.GPT)
+    assert isinstance(model, GPTKeys)
     return {"embd_pdrop": model.hidden_dropout}
 
 
