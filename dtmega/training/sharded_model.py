@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtmega import config, families
 from dtmega.checkpoint import starting
 from dtmega.checkpoint.base import Base, location
+from dtmega.checkpoint.sources import Source
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
-from dtmega.formats.sources import Source
 from dtmega.fsdp import release, sync_gradients
 from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
