@@ -33,7 +33,7 @@ ROOMS = {
     "plans of transformers": ["interop.hf.tp"],
     "lora": ["models.lora", "plans.adapters"],
     "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
-    "ep": ["plans.expert_parallel"],
+    "ep": ["ops.expert_parallel"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
     "cp": ["ops.context_parallel", "ops.sequence_exchange"],

@@ -31,7 +31,8 @@ from dtmega.ops import keyed, optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining import tied as tied_room
 from dtmega.pipelining.draw import draw, draw_schedule
-from dtmega.pipelining.schedule import Pipeline, check_schedule
+from dtmega.pipelining.pipeline import Pipeline
+from dtmega.pipelining.schedule import check_schedule
 from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
 from dtmega.pipelining.tied import Tied, shared

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dtmega import config
+from dtmega import config, rooms
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.data.objectives.known import CONVERSATIONS
 from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
@@ -39,7 +39,6 @@ from dtmega.models.lora import linears
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
 from dtmega.ops import host
-from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cost import Piece
 
 
@@ -142,7 +141,8 @@ class Transformers:
 
             rows_proof.prove(stage.hf, world.device, _packs(cfg))
         if world.sizes["cp"] > 1:
-            ranks = ContextParallel(world.groups["cp"], self.attends_by_heads(cfg, world.sizes))
+            by_heads = self.attends_by_heads(cfg, world.sizes)
+            ranks = rooms.context_parallel().ContextParallel(world.groups["cp"], by_heads)
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
                 context_proof.prove(stage.hf, ranks, world.device)
