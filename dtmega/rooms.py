@@ -65,13 +65,13 @@ def cpu_attention():
 
 
 def plans():
-    """Tensor parallelism: [mesh] tp."""
+    """Plans of tensor parallelism: [mesh] tp."""
     from dtmega import plans
 
     return plans
 
 
-def pipelines():
+def schedule():
     """Schedules of pipelines: [mesh] pp."""
     from dtmega.pipelining import schedule
 
@@ -149,14 +149,14 @@ def amx_products():
 
 
 def lora():
-    """Adapters: [lora] rank."""
+    """Low-rank adapters: [lora] rank."""
     from dtmega.models import lora
 
     return lora
 
 
 def lora_proof():
-    """The checks that adapters learn: [lora] rank."""
+    """The proof that adapters learn: [lora] rank."""
     from dtmega.models.lora import proof
 
     return proof

@@ -131,4 +131,4 @@ def check_pipeline(
         )
     if pp > 1:
         data_size = sizes["dp_replicate"] * sizes["dp_shard"]
-        rooms.pipelines().check_schedule(cfg, pieces, pp, data_size, compiling(cfg, device))
+        rooms.schedule().check_schedule(cfg, pieces, pp, data_size, compiling(cfg, device))

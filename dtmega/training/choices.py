@@ -175,7 +175,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
         for batch_size in cfg.batch.sizes:
             if batch_size % unit:
                 return False
-            if sizes["pp"] > 1 and rooms.pipelines().broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
+            if sizes["pp"] > 1 and rooms.schedule().broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
                 return False
         return True
 

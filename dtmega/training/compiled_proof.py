@@ -132,7 +132,7 @@ def unlike_eager(
     """
     n = 1
     if world.sizes["pp"] > 1:
-        broken_rule = rooms.pipelines().broken_rule
+        broken_rule = rooms.schedule().broken_rule
         n = next(n for n in itertools.count(1) if not broken_rule(cfg.pipeline, world.sizes["pp"], n))
     rows = blank_to_text(model.objective.blank(cfg.data, cfg.batch.micro_batch_size), cfg.model.vocab_size)
     microbatches = [{name: tensor.to(world.device) for name, tensor in rows.items()} for _ in range(n)]

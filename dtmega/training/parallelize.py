@@ -44,7 +44,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if sizes["pp"] > 1:
         cut = rooms.pipelined().cut(cfg, whole, sizes["pp"])
         stages = rooms.pipelined().split(cut, whole, cut.ranks[world.coordinate("pp")])
-        splits = rooms.pipelines().splits_backward(cfg, sizes["pp"])
+        splits = rooms.schedule().splits_backward(cfg, sizes["pp"])
     model = ShardedModel(world, stages, families.objective(cfg))
     model.matrices = matrices
     for number, stage in stages.items():
