@@ -1,11 +1,11 @@
-"""The rooms that only a key of the configuration opens, one function each: the statement that imports the room stands here.
+"""The rooms that only a key of the configuration opens: one function each, with the statement that imports the room.
 
     rooms.compiled_proof().prove(...)
 
-A function returns the module that is the room's door. A run loads a room when it calls the room's function, and so loads
-nothing that its configuration does not ask for (`tests/test_closure.py`). All other imports stand at the top of a file.
-Type checkers, linters and `lint-imports` read the statements like any import; tests/test_house.py counts a call as an
-import by the caller. Call these functions when something is set up, never in code that `torch.compile` traces.
+A function returns the module that is the room's door. A run loads a room when it calls the room's function, and so it
+loads nothing that its configuration does not ask for (`tests/test_closure.py`). All other imports stand at the top of a
+file. Type checkers, linters and `lint-imports` read the statements like any import; tests/test_house.py counts a call
+as an import by the caller. Call these functions when something is set up, never in code that `torch.compile` traces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,115 @@ from __future__ import annotations
 # Families: a record for each value of [model] name.
 
 
+def bloom_keys():
+    """The keys of BLOOM: [model] name = "bloom"."""
+    from dtmega.config.families import bloom
+
+    return bloom
+
+
+def gpt_keys():
+    """The keys of GPT-2 and GPT-3: [model] name = "gpt"."""
+    from dtmega.config.families import gpt
+
+    return gpt
+
+
+def bert_keys():
+    """The keys of BERT: [model] name = "bert"."""
+    from dtmega.config.families import bert
+
+    return bert
+
+
+def llama_keys():
+    """The keys of Llama, Mistral and Qwen3: [model] name = "llama"."""
+    from dtmega.config.families import llama
+
+    return llama
+
+
+def moe_keys():
+    """The keys of mixtures of experts: [model] name = "moe"."""
+    from dtmega.config.families import moe
+
+    return moe
+
+
+def t5_keys():
+    """The keys of T5: [model] name = "t5"."""
+    from dtmega.config.families import t5
+
+    return t5
+
+
+def hf_keys():
+    """The keys of a model that transformers implements: [model] name = "hf"."""
+    from dtmega.config.families import hf
+
+    return hf
+
+
+# Configuration: what its reading needs only sometimes.
+
+
+def mixtures():
+    """The notation for mixtures of corpora: [data] train, test and validation."""
+    from dtmega.config import mixtures
+
+    return mixtures
+
+
+def config_help():
+    """The list of keys: `--help`."""
+    from dtmega.config import help
+
+    return help
+
+
+def suggestions():
+    """Suggestions for names that do not exist, of keys, sections and files."""
+    from dtmega.config import suggestions
+
+    return suggestions
+
+
 # Data: objectives, orders, preparing, object stores.
+
+
+def next_token():
+    """The objective of causal models that learn each token of running text."""
+    from dtmega.data.objectives import next_token
+
+    return next_token
+
+
+def prefixes():
+    """The objective of prefix language models: [data] objective = "prefix-lm"."""
+    from dtmega.data.objectives import prefixes
+
+    return prefixes
+
+
+def conversations():
+    """The objective whose samples are conversations: [data] objective = "conversations"."""
+    from dtmega.data.objectives import conversations
+
+    return conversations
+
+
+def masked_tokens():
+    """The objective of BERT."""
+    from dtmega.data.objectives.denoising import masked
+
+    return masked
+
+
+def hidden_spans():
+    """The objectives of T5."""
+    from dtmega.data.objectives.denoising import span_objectives
+
+    return span_objectives
 
 
 # Training: what a step may do beside training, and what a run may report.

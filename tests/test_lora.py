@@ -20,6 +20,7 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.base import Digesting
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import open_trained
 from tests.layouts import FAMILIES, PAIRS, tensors, write_text
@@ -306,7 +307,7 @@ def test_weights_for_other_formats_are_written_only_with_adapters_merged(target:
 
 
 def test_merged_weights_are_the_start_of_another_run_that_trains_everything(tmp_path: Path):
-    source = families.of(config.Llama()).weights
+    source = families.of(LlamaKeys()).weights
     merged = load_file(exported()["1, merged"] / "model.safetensors")
     model = config.model_section(state_of(open_checkpoint(str(records()["1"]))).config["model"], "test")
     weights = source(model.model_copy(update={"init_from": str(records()["1"])}))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtmega import config, families
 from dtmega.cli.convert import recognise
+from dtmega.config.families.gpt import GPTKeys
 from dtmega.formats.format import Format
 from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import BY_TOKEN, Cast, Translated
@@ -345,7 +346,7 @@ def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path)
 
 @pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("activation_function", "relu")])
 def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that_says_otherwise(key: str, value: Any):
-    theirs = HF.to_config(config.GPT())
+    theirs = HF.to_config(GPTKeys())
     del theirs["activation_function"]
     HF.section({**theirs, "architectures": ["GPT2Model"]}, "config.json")
     with pytest.raises(ValueError, match=rf"config.json has {key}={value!r}, expected .* \(\[model\] name\)"):
@@ -354,8 +355,8 @@ def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that
 
 def test_what_to_section_adds_is_compared_too():
     form = dataclasses.replace(HF, to_section=lambda theirs: {"z_loss": theirs["z"]})
-    theirs = HF.to_config(config.GPT()) | {"z": 0.5}
+    theirs = HF.to_config(GPTKeys()) | {"z": 0.5}
     assert form.section(theirs, "config.json")["z_loss"] == 0.5
     with pytest.raises(ValueError, match=r"is of a model with z_loss=0.5, not 0.0 \(\[model\] z_loss\)"):
-        form.check(theirs, "config.json", config.GPT())
-    form.check(theirs, "config.json", config.GPT(z_loss=0.5))
+        form.check(theirs, "config.json", GPTKeys())
+    form.check(theirs, "config.json", GPTKeys(z_loss=0.5))

@@ -20,6 +20,7 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
+from dtmega.config.families.bert import BertKeys
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import tensor_names
 from dtmega.models import bert
@@ -213,7 +214,7 @@ def test_rows_that_pad_the_vocabulary_take_no_part(tmp_path: Path):
 
 def small(**keys: Any) -> bert.Bert:
     sizes = {"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6}
-    model = bert.Bert(config.Bert(**{**sizes, **keys}))
+    model = bert.Bert(BertKeys(**{**sizes, **keys}))
     init_weights(model, SEED)
     model.init_buffers(SEED)
     return model
@@ -372,7 +373,7 @@ def test_a_bert_that_computes_something_else_is_refused(tmp_path: Path, key: dic
     ],
 )
 def test_a_bert_that_transformers_cannot_compute_is_not_exported(tmp_path: Path, keys: dict[str, Any], named: str):
-    cfg = config.Bert(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
+    cfg = BertKeys(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
     with pytest.raises(ValueError, match=named):
         families.of(cfg).export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtmega import config
+from dtmega.config.families.bert import BertKeys
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.gated import refuse_gated
@@ -32,13 +33,13 @@ def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entry that an export writes for the feed-forward's GELU."""
-    assert isinstance(model, config.Bert)
+    assert isinstance(model, BertKeys)
     return {"hidden_act": ACTIVATIONS[model.gelu][0]}
 
 
 def _refuse(model: config.Model) -> None:
     refuse_gated(model)
-    assert isinstance(model, config.Bert)
+    assert isinstance(model, BertKeys)
     if model.gelu != model.head_gelu:
         raise ValueError(
             f"Hugging Face's BERT has one form of GELU in the feed-forward and in the head, this model has "

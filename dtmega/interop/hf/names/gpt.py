@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtmega import config
+from dtmega.config.families.gpt import GPTKeys
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.gated import refuse_gated
@@ -12,7 +13,7 @@ from dtmega.interop.hf.names.gated import refuse_gated
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entry for the embedding's dropout rate, which config.json stores under a separate key."""
-    assert isinstance(model, config.GPT)
+    assert isinstance(model, GPTKeys)
     return {"embd_pdrop": model.hidden_dropout}
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtmega import config
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 
@@ -50,7 +51,7 @@ def positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for rotary positions; transformers 4 can read these entries too."""
-    assert isinstance(model, config.Llama)
+    assert isinstance(model, LlamaKeys)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
     return {
         "rope_theta": model.rope_theta,
@@ -114,13 +115,13 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def mistral_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for positions and window."""
-    assert isinstance(model, config.Llama)
+    assert isinstance(model, LlamaKeys)
     return config_entries(model) | {"sliding_window": model.window or None}
 
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for positions and windows."""
-    assert isinstance(model, config.Llama)
+    assert isinstance(model, LlamaKeys)
     has_window = [model.window_of(layer) > 0 for layer in range(model.n_layers)]
     # Versions of transformers without `layer_types` apply the window to layer `first` and all later layers.
     first = has_window.index(True) if True in has_window else model.n_layers

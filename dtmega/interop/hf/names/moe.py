@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.formats.format import Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.llama import (
@@ -54,7 +55,7 @@ def _qwen3(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for positions, window and dense layers."""
-    assert isinstance(model, config.MoE)
+    assert isinstance(model, MoEKeys)
     return config_entries(model) | {
         "use_sliding_window": model.window > 0,
         "sliding_window": model.window or None,
@@ -79,7 +80,7 @@ def _deepseek(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _deepseek_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for positions, queries and keys."""
-    assert isinstance(model, config.MoE)
+    assert isinstance(model, MoEKeys)
     return config_entries(model) | {
         "q_lora_rank": model.q_latent_size or None,
         "qk_nope_head_dim": model.head_dim - model.rotary_channels,
@@ -93,7 +94,7 @@ def _refuse_others(model: config.Model) -> None:
     Raises:
         ValueError: the model has no latent attention or no shared experts.
     """
-    assert isinstance(model, config.MoE)
+    assert isinstance(model, MoEKeys)
     if not (model.kv_latent_size and model.shared_experts):
         raise ValueError(
             f"Hugging Face's DeepSeek-V3 has latent attention and shared experts: expected kv_latent_size and "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtmega import config
+from dtmega.config.families.t5 import T5Keys
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
@@ -56,7 +57,7 @@ def _of_tensors(stored: Source) -> dict[str, Any]:
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
     """The config.json entries that an export writes for the feed-forward, the head and `generate`'s first token."""
-    assert isinstance(model, config.T5)
+    assert isinstance(model, T5Keys)
     names = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {
         "feed_forward_proj": names[model.activation, model.gated],
@@ -67,7 +68,7 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse(model: config.Model) -> None:
-    assert isinstance(model, config.T5)
+    assert isinstance(model, T5Keys)
     theirs = {"positions": "relative", "norm": "rms", "bias": False, "scale_scores": False}
     if wrong := {key: value for key, value in theirs.items() if getattr(model, key) != value}:
         raise ValueError(
@@ -102,7 +103,7 @@ def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
 
 def _up(model: config.Model) -> tuple[Rule, ...]:
     """The rules for `up`, which has a different name in transformers if the feed-forward is gated."""
-    assert isinstance(model, config.T5)
+    assert isinstance(model, T5Keys)
     name = "wi_1" if model.gated else "wi"
     layers = {"encoder": 1, "decoder": 2}
     return tuple(

@@ -13,6 +13,7 @@ from peft.utils.save_and_load import set_peft_model_state_dict
 from torch import Tensor
 
 from dtmega import config, families
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf.families import LAYER_KEYS, NOT_IN_PEFT
 from dtmega.interop.hf.files import peft as peft_files
 from dtmega.interop.hf.files.peft import Adapters, TheirModel, write_peft
@@ -142,7 +143,7 @@ def test_peft_loads_whatever_is_written_for_every_kind_of_transformers(tmp_path:
             if getattr(made, "layer_types", None):
                 made.layer_types = made.layer_types[:8]
             made.save_pretrained(tmp_path)
-            model = config.Transformers(name="hf", path=str(tmp_path), vocab_size=made.vocab_size)
+            model = TransformersKeys(name="hf", path=str(tmp_path), vocab_size=made.vocab_size)
             with torch.device("meta"):
                 whole: Any = families.of(model).build(model)
         except Exception:  # no kind that the trainer takes

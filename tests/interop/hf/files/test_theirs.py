@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles, has_weights
 from dtmega.interop.hf.tp.load import open_folder
@@ -485,7 +486,7 @@ class Memory:
 
 
 def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path, capsys):
-    to_checkpoint.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
+    to_checkpoint.write(str(tmp_path / "in"), Memory(), BloomKeys(n_layers=10**9))
     names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
     assert "(its own config) has n_layers=1000000000, but 1 tensors" in capsys.readouterr().err
