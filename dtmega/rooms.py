@@ -344,6 +344,13 @@ def compiled_proof():
     return compiled_proof
 
 
+def exact():
+    """Sums with the same bits on every layout: [run] exact."""
+    from dtmega.training import exact
+
+    return exact
+
+
 # Layouts: axes of the mesh, adapters, experts, optimizers.
 
 
@@ -387,6 +394,111 @@ def lora_proof():
     from dtmega.models.lora import proof
 
     return proof
+
+
+def block_masks():
+    """FlexAttention's masks: a GPU."""
+    from dtmega.ops import block_mask
+
+    return block_mask
+
+
+def pipelined():
+    """The stages of a run with a pipeline: [mesh] pp."""
+    from dtmega.training import pipelined
+
+    return pipelined
+
+
+def drawn_schedule():
+    """The drawing of a schedule: [pipeline] draw."""
+    from dtmega.pipelining import draw
+
+    return draw
+
+
+def fsdp():
+    """Weights that FSDP2 shards or casts: [mesh] dp_shard and cp, [fsdp], [precision] with several ranks."""
+    from dtmega.fsdp import wrapped
+
+    return wrapped
+
+
+def masters():
+    """Casts of weights that one rank holds as a whole: [precision] params."""
+    from dtmega.fsdp import masters
+
+    return masters
+
+
+def replicas():
+    """Sums of gradients over whole copies: [mesh] dp_replicate."""
+    from dtmega.fsdp import replicas
+
+    return replicas
+
+
+def shard_sums():
+    """Sums of gradients over ranks after each microbatch of a pipeline: [fsdp] accumulate with [mesh] pp."""
+    from dtmega.fsdp import shard_sums
+
+    return shard_sums
+
+
+def expert_parallel():
+    """Experts on several ranks: [mesh] ep."""
+    from dtmega.ops import expert_parallel
+
+    return expert_parallel
+
+
+def routing():
+    """The loads of experts, in models that count them."""
+    from dtmega.models import routing
+
+    return routing
+
+
+def recompute():
+    """Activations that backward computes again: [recompute] mode."""
+    from dtmega.training import recompute
+
+    return recompute
+
+
+def amx_products():
+    """Faster products of linear layers: bfloat16 on a CPU with AMX."""
+    from dtmega.ops.cpu import linear
+
+    return linear
+
+
+def adapter_proof():
+    """The proof of adapters on a small copy of the model, where a run starts: [lora] rank."""
+    from dtmega.training import adapter_proof
+
+    return adapter_proof
+
+
+def sharded_adapters():
+    """The placements of adapters over tp: [lora] rank with [mesh] tp."""
+    from dtmega.plans import adapters
+
+    return adapters
+
+
+def weights_beside():
+    """The weights that a run reads beside its checkpoints: [model] init_from and path."""
+    from dtmega.training import weights_beside
+
+    return weights_beside
+
+
+def muon():
+    """An optimizer that orthogonalises whole matrices: [optim] name = "muon"."""
+    from dtmega.ops.optim import muon
+
+    return muon
 
 
 # Checkpoints and files: object stores, starting weights, files of other programs.

@@ -1,7 +1,7 @@
 """Claims about what a run loads: the rooms that its configuration asks for, and no other.
 
-Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is prepared
-already. `benchmarks/loaded.py` prints the same, with lines.
+Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is
+prepared already. `benchmarks/loaded.py` prints the same, with lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a configuration may ask for -> patterns of the modules that serve nothing else. A pattern covers a module's parts.
+# What a configuration may ask for -> patterns of the modules that serve nothing else. A folder's name covers its files.
 ROOMS = {
     "bloom": ["models.bloom", "plans.bloom", "families.bloom", "config.families.bloom"],
     "gpt": ["models.gpt", "plans.gpt", "families.gpt", "config.families.gpt"],
@@ -42,7 +42,7 @@ ROOMS = {
     "longrope": ["interop.hf.rope"],
     "lora": ["models.lora", "plans.adapters"],
     "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
-    "ep": ["plans.expert_parallel", "interop.hf.expert_parallel"],
+    "ep": ["ops.expert_parallel", "interop.hf.expert_parallel"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
     "cp": ["ops.context_parallel", "ops.sequence_exchange", "interop.hf.context"],
