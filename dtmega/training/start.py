@@ -213,7 +213,7 @@ def check_sees_checkpoints(cfg: Config, newest: str) -> None:
 
 def weights_of(model: config.Model) -> Source | None:
     """The weights that a new run starts with; None if initial values come from the seed."""
-    return rooms.stored().weights(model) if model.init_from or model.directory else None
+    return rooms.stored().weights(model) if families.of(model).has_weights(model) else None
 
 
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> rank_log.RankLog:
