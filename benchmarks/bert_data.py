@@ -21,8 +21,9 @@ import numpy as np
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.idx_file import HEADER, MAGIC
+from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.pairs import PairSamples
-from dtmega.data.objectives.known import MASKED, SEPARATE_SPANS, SPANS
+from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.tokenizers.tokenizer import load_tokenizer

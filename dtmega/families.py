@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
-from dtmega.data.objectives.known import CONVERSATIONS, MASKED, PREFIX, SEPARATE_SPANS, SPANS
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+from dtmega.data.objectives import known
+from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.routed import with_router_losses
 from dtmega.data.tokenizers import exported
 from dtmega.data.tokenizers.exported import ExportedTokenizer
@@ -57,7 +57,11 @@ from dtmega.plans.styles import Plan
 from dtmega.plans.t5 import plan as t5_plan
 
 DECODER: Mapping[str, Objective] = MappingProxyType(
-    {"auto": NEXT_TOKEN, "prefix-lm": PREFIX, "conversations": CONVERSATIONS}
+    {
+        "auto": known.objective("next-token"),
+        "prefix-lm": known.objective("prefix-lm"),
+        "conversations": known.objective("conversations"),
+    }
 )
 
 
@@ -229,13 +233,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
-        objectives={"auto": MASKED},
+        objectives={"auto": known.objective("masked")},
         show=FILLS,
         exact=("eager", "tp with pp"),
     ),
     "t5": BuiltInFamily(
         *(t5.T5, t5_plan, {"hf": [t5_names.HF], "megatron": [megatron.T5_FORM]}),
-        objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
+        objectives={"auto": known.objective("spans"), "separate-spans": known.objective("separate-spans")},
         show=ANSWERS,
         vocabulary_of=exported.of_spans,
         exact=("eager",),
@@ -264,13 +268,13 @@ def objective(cfg: config.Config) -> Objective:
     Raises:
         ValueError: the family does not have the objective that [data] objective names.
     """
-    known = of(cfg.model).objectives
-    if cfg.data.objective not in known:
+    objectives = of(cfg.model).objectives
+    if cfg.data.objective not in objectives:
         raise ValueError(
             f"a model of name = '{cfg.model.name}' is not trained with objective = '{cfg.data.objective}': expected "
-            f"{' or '.join(known)} ([data] objective, [model] name)"
+            f"{' or '.join(objectives)} ([data] objective, [model] name)"
         )
-    return of(cfg.model).complete(cfg.model, known[cfg.data.objective])
+    return of(cfg.model).complete(cfg.model, objectives[cfg.data.objective])
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:

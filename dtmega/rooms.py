@@ -1,11 +1,11 @@
-"""The rooms that only a key of the configuration opens, one function each: the statement that imports the room stands here.
+"""The rooms that only a key of the configuration opens: one function each, with the statement that imports the room.
 
     rooms.compiled_proof().prove(...)
 
-A function returns the module that is the room's door. A run loads a room when it calls the room's function, and so loads
-nothing that its configuration does not ask for (`tests/test_closure.py`). All other imports stand at the top of a file.
-Type checkers, linters and `lint-imports` read the statements like any import; tests/test_house.py counts a call as an
-import by the caller. Call these functions when something is set up, never in code that `torch.compile` traces.
+A function returns the module that is the room's door. A run loads a room when it calls the room's function, and so it
+loads nothing that its configuration does not ask for (`tests/test_closure.py`). All other imports stand at the top of a
+file. Type checkers, linters and `lint-imports` read the statements like any import; tests/test_house.py counts a call
+as an import by the caller. Call these functions when something is set up, never in code that `torch.compile` traces.
 """
 
 from __future__ import annotations
@@ -96,6 +96,41 @@ def suggestions():
 # Data: objectives, orders, preparing, object stores.
 
 
+def next_token():
+    """The objective of causal models that learn each token of running text."""
+    from dtmega.data.objectives import next_token
+
+    return next_token
+
+
+def prefixes():
+    """The objective of prefix language models: [data] objective = "prefix-lm"."""
+    from dtmega.data.objectives import prefixes
+
+    return prefixes
+
+
+def conversations():
+    """The objective whose samples are conversations: [data] objective = "conversations"."""
+    from dtmega.data.objectives import conversations
+
+    return conversations
+
+
+def masked_tokens():
+    """The objective of BERT."""
+    from dtmega.data.objectives.denoising import masked
+
+    return masked
+
+
+def hidden_spans():
+    """The objectives of T5."""
+    from dtmega.data.objectives.denoising import span_objectives
+
+    return span_objectives
+
+
 # Training: what a step may do beside training, and what a run may report.
 
 
@@ -114,6 +149,13 @@ def compiled_proof():
 
 
 # Layouts: axes of the mesh, adapters, experts, optimizers.
+
+
+def cpu_attention():
+    """Attention as batched products: a CPU with bfloat16 instructions."""
+    from dtmega.ops.cpu import attention
+
+    return attention
 
 
 # Checkpoints and files: object stores, starting weights, files of other programs.

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import TrainBatches
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.fsdp import release

@@ -72,7 +72,7 @@ TORCH = {
     "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
     "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),
     "torch.distributed._functional_collectives": Private(
-        ("models/routing.py", "ops/context_parallel.py", "plans/mappings.py"),
+        ("models/routing.py", "ops/sequence_exchange.py", "plans/mappings.py"),
         "collectives that torch.compile can trace; dist.* breaks the graph",
     ),
     "torch.distributed.distributed_c10d._get_default_store": Private(
@@ -142,14 +142,14 @@ TORCH = {
         ("training/recompute.py",), "the operator of `F.grouped_mm`, whose results selective recomputation keeps"
     ),
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": Private(
-        ("ops/attention_over_ranks.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
+        ("ops/attention.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
     ),
-    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention_over_ranks.py",), "as above"),
+    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention.py",), "as above"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Private(
         ("ops/attention.py",), "the CPU's kernel, with the log-sum-exp that our backward by chunks needs"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": Private(
-        ("ops/attention_over_ranks.py",), "a kernel that selective recompute keeps"
+        ("ops/attention.py",), "a kernel that selective recompute keeps"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Private(
         ("ops/attention.py",), "its backward, a chunk at a time"

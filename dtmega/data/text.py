@@ -14,8 +14,8 @@ from dtmega.data.indexed_files.stored import StoredPair
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.loader import bears_loss
 from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
-from dtmega.data.objectives.known import check_keys
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+from dtmega.data.objectives.keys import check_keys
+from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.rows import Rows
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.preparing.corpus import prepare_stdlib
@@ -147,7 +147,7 @@ def check_order(cfg: Config, objective: Objective) -> None:
         return
     if objective.not_in_megatrons_order:
         raise ValueError(
-            f"[data] order = '{order}' is only for models that are trained on {NEXT_TOKEN.aim}, not on "
+            f"[data] order = '{order}' is only for models that are trained on next tokens, not on "
             f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
         )
     if cfg.train.epochs:

@@ -15,13 +15,15 @@ generation, nothing is dropped.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtmega.config.families.moe import MoEKeys
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 
 class Capacity(NamedTuple):

@@ -229,7 +229,6 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 _grouped.register_autograd(_backward, setup_context=_keep)
-GROUPED_PRODUCT = torch.ops.dtmega.grouped_product.default
 
 
 @register_flop_formula(torch.ops.dtmega.grouped_product)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.optim import Cut
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 CONTAINERS = nn.ModuleDict, nn.ModuleList
 Per = Literal["token", "label", "decoder", "sequence"]

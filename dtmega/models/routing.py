@@ -7,7 +7,7 @@ Padding has no label.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from dtmega.config.families.moe import MoEKeys
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.capacity import Capacity, capacity_of
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 
 class Routing(NamedTuple):

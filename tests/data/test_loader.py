@@ -21,7 +21,8 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
-from dtmega.data.objectives.rows import IGNORED, NextTokenRows, document_ids, position_ids
+from dtmega.data.objectives.next_token import NextTokenRows, document_ids, position_ids
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.sampling.samples import Samples
 from tests.ranks import forks
 
@@ -297,7 +298,7 @@ import multiprocessing, os, signal, sys
 from dtmega.config import Batch, Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.loader import TrainBatches
-from dtmega.data.objectives.rows import NextTokenRows
+from dtmega.data.objectives.next_token import NextTokenRows
 from dtmega.data.sampling.samples import Samples
 
 def main(prefix, ending):

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtmega import config, families
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.bloom import BloomKeys
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.sums import Tally
 from dtmega.models.bloom import Bloom
 from dtmega.ops import keyed, optim

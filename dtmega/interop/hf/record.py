@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
-from dtmega.data.objectives.known import CONVERSATIONS
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+from dtmega.data.objectives import known
+from dtmega.data.objectives.objective import Objective
 from dtmega.data.tokenizers import exported
 from dtmega.data.tokenizers.exported import ExportedTokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
@@ -52,7 +52,9 @@ class Transformers:
     libraries = ("transformers",)
     directory = True
     formats: Mapping[str, Sequence[Format]] = {}
-    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "conversations": CONVERSATIONS})
+    objectives: Mapping[str, Objective] = MappingProxyType(
+        {"auto": known.objective("next-token"), "conversations": known.objective("conversations")}
+    )
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
     exact = ("eager", "tp with pp")

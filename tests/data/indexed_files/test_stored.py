@@ -23,7 +23,7 @@ from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
-from dtmega.data.objectives.known import OBJECTIVES
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import Text, fingerprint, open_text
 from dtmega.files import object_file, object_requests
@@ -65,7 +65,7 @@ def words(path: str | list[str], **keys: object) -> Config:
 
 
 def opened(cfg: Config) -> Text:
-    return open_text(cfg, OBJECTIVES[0])
+    return open_text(cfg, NEXT_TOKEN)
 
 
 def batches(text: Text, cfg: Config) -> TrainBatches:

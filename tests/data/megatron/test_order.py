@@ -23,8 +23,9 @@ from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index
 from dtmega.data.megatron.index import OrderSettings, epochs_of, index_of
 from dtmega.data.megatron.order import FORKS, wanted_samples
-from dtmega.data.objectives.known import OBJECTIVES
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives import known
+from dtmega.data.objectives.keys import READS
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import check_order, open_text
 from tests import megatron_order
 from tests.megatron_order import Run
@@ -408,7 +409,7 @@ def test_an_order_that_depends_on_the_number_of_samples_is_refused_with_epochs()
         check_order(in_order(epochs=2), NEXT_TOKEN)
 
 
-@pytest.mark.parametrize("objective", [one for one in OBJECTIVES if one is not NEXT_TOKEN])
+@pytest.mark.parametrize("objective", [known.objective(name) for name in READS if name != "next-token"])
 def test_an_order_that_depends_on_a_compiled_generator_is_refused_with_that_reason(objective):
     with pytest.raises(
         ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|another rule|no record)"

@@ -13,8 +13,8 @@ import torch
 
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.known import CONVERSATIONS
-from dtmega.data.objectives.rows import IGNORED, ConversationRows
+from dtmega.data.objectives.conversations import CONVERSATIONS, ConversationRows
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.sampling import packs
 from dtmega.data.sampling.packs import Packs, first_fit
 from dtmega.data.text import Text

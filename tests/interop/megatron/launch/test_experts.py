@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtmega import config, families
 from dtmega.config.families.moe import MoEKeys
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.routed import with_router_losses
 from dtmega.interop.megatron.launch.experts import layers_with_experts
 from dtmega.interop.megatron.launch.flags import by_name

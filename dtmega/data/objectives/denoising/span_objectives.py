@@ -1,8 +1,9 @@
-"""The objectives of BERT and T5, which predict hidden tokens."""
+"""T5's objectives: hidden spans, merged as in the paper and in transformers, or separate as in Megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,64 +12,17 @@ from torch import Tensor
 
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.denoising.masking import Vocabulary
+from dtmega.data.objectives.denoising import merged_spans, separate_spans
 from dtmega.data.objectives.denoising.merged_spans import SpanCounts, SpanSamples, counts_of_longest
-from dtmega.data.objectives.denoising.pairs import PairSamples, Specials
-from dtmega.data.objectives.denoising.sentinels import marks
+from dtmega.data.objectives.denoising.sentinels import Marks, marks
 from dtmega.data.objectives.denoising.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
-from dtmega.data.objectives.denoising.spans import check_room
+from dtmega.data.objectives.denoising.spans import HiddenSpans, check_room, sequences
+from dtmega.data.objectives.keys import READS
 from dtmega.data.objectives.objective import labelled
-from dtmega.data.objectives.rows import IGNORED, MaskedRows, Rows, SeparateRows, SpanRows, blank_rows
+from dtmega.data.objectives.rows import IGNORED, Rows, blank_rows, numbers, places
 from dtmega.data.objectives.sums import Sum
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer
-
-
-class Masked:
-    """BERT's objective: a loss for predicting masked tokens, plus a loss for predicting the order of two segments.
-
-    The first loss is averaged over the masked tokens, and the second loss over the sequences.
-    """
-
-    sums = (
-        Sum("lm", "tokens"),
-        Sum("order", "sequences"),
-        Sum("order_right", "sequences", weight=0.0),
-    )
-    aim = "masked tokens and the order of sentences"
-    reads = ("short_seq_prob", "mask_prob", "max_ngram")
-    sentences = True
-    conversations = False
-    not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
-    prompt_is_prefix = False
-    order = 1
-
-    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"tokens": labelled(microbatch), "sequences": len(microbatch["labels"])}
-
-    def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        specials(tokenizer)
-
-    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        return 0
-
-    def samples(
-        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
-    ) -> PairSamples:
-        return PairSamples(dataset, documents, data.seq_len, data.short_seq_prob, seed, split, corpus)
-
-    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> MaskedRows:
-        ids = np.arange(tokenizer.vocab_size)
-        ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
-        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), _continuing(tokenizer), ordinary))
-
-    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        rows = blank_rows(n_rows, data.seq_len)
-        rows["labels"][:, round(data.mask_prob * data.seq_len) :] = IGNORED
-        rows["token_types"] = torch.zeros_like(rows["tokens"])
-        rows["swapped"] = torch.zeros_like(rows["sample_ids"])
-        rows["document_ids"] = torch.zeros_like(rows["tokens"])
-        return rows
 
 
 class Spans:
@@ -76,7 +30,7 @@ class Spans:
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"
-    reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
+    reads = READS["spans"]
     sentences = False
     conversations = False
     not_in_megatrons_order = "Megatron's T5 chooses spans by another rule"
@@ -121,7 +75,7 @@ class SeparateSpans(Spans):
     """
 
     aim = "hidden n-grams"
-    reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
+    reads = READS["separate-spans"]
     sentences = True
     not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
     order = 1
@@ -140,34 +94,65 @@ class SeparateSpans(Spans):
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
         limits = Limits(data.mask_prob, data.max_span, data.sentinels, data.decoder_length)
-        return SeparateRows(samples, data, marks(tokenizer, data.sentinels), _continuing(tokenizer), limits)
+        return SeparateRows(
+            samples, data, marks(tokenizer, data.sentinels), np.array(sorted(tokenizer.continuing_ids)), limits
+        )
 
 
 def _span_counts(data: Data) -> SpanCounts:
     return counts_of_longest(data.seq_len, data.mask_prob, data.mean_span)
 
 
-def specials(tokenizer: Tokenizer) -> Specials:
-    """The ids of the special tokens in BERT's samples.
+@dataclass(frozen=True)
+class SpanRows:
+    """Rows of texts with hidden spans, with the decoder's targets as labels, [B, T]. Additional tensors:
 
-    Raises:
-        ValueError: the vocabulary lacks one of these tokens.
+    decoder_tokens        int64 [B, T]  input of the decoder
+    decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
+    document_ids          int64 [B, S]  1 at padding, 0 elsewhere
+    decoder_document_ids  int64 [B, T]  1 at padding, 0 elsewhere
     """
-    ids = {
-        "[CLS]": tokenizer.cls_id,
-        "[SEP]": tokenizer.sep_id,
-        "[MASK]": tokenizer.mask_id,
-        "[PAD]": tokenizer.pad_id,
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    counts: SpanCounts
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        spans = merged_spans.hide(self.counts, [self.samples[g] for g in indices])
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=True)
+
+
+@dataclass(frozen=True)
+class SeparateRows:
+    """Rows of texts with hidden n-grams: like `SpanRows`, but without an end mark in the encoder's sequence."""
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    continuing: NDArray[np.int64]
+    limits: Limits
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        spans = separate_spans.hide([self.samples[g] for g in indices], self.continuing, self.limits)
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=False)
+
+
+def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
+    """The tensors for texts with hidden spans. `end_of_input` is described in `spans.sequences`."""
+    batch = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
+    tokens = torch.from_numpy(batch.tokens)
+    decoder_tokens = torch.from_numpy(batch.decoder_tokens)
+    return {
+        "tokens": tokens,
+        "decoder_tokens": decoder_tokens,
+        "labels": torch.from_numpy(np.where(batch.decoder_padding, IGNORED, batch.targets)),
+        **numbers(indices, tokens),
+        "decoder_places": places(decoder_tokens),
+        "document_ids": torch.from_numpy(batch.padding.astype(np.int64)),
+        "decoder_document_ids": torch.from_numpy(batch.decoder_padding.astype(np.int64)),
     }
-    for name, i in ids.items():
-        if i is None:
-            raise ValueError(
-                f"tokenizer '{tokenizer.name}': expected {', '.join(ids)} in its vocabulary, {name} is missing; take "
-                f"stdlib-wordpiece or bert:PATH of a vocab.txt ([data] tokenizer)"
-            )
-    return Specials(*(i for i in ids.values() if i is not None))
 
 
-def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """The ids of tokens that continue a word, [n]."""
-    return np.array(sorted(tokenizer.continuing_ids), np.int64)
+SPANS = Spans()
+SEPARATE_SPANS = SeparateSpans()
