@@ -282,6 +282,13 @@ def config_help():
     return help
 
 
+def refusals():
+    """The words about a wrong configuration."""
+    from dtmega.config import refusals
+
+    return refusals
+
+
 def suggestions():
     """Suggestions for names that do not exist, of keys, sections and files."""
     from dtmega.config import suggestions

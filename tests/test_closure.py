@@ -63,6 +63,7 @@ ROOMS = {
     "changes": ["checkpoint.changes"],
     "planning": ["planning"],
     "reports": ["report"],
+    "refusals": ["config.refusals"],
     "synonyms": ["config.suggestions"],
     "help": ["config.help"],
     "mixtures": ["config.mixtures"],
