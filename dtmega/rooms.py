@@ -13,6 +13,55 @@ from __future__ import annotations
 # Families: a record for each value of [model] name.
 
 
+def bloom_keys():
+    """The keys of BLOOM: [model] name = "bloom"."""
+    from dtmega.config.families import bloom
+
+    return bloom
+
+
+def gpt_keys():
+    """The keys of GPT-2 and GPT-3: [model] name = "gpt"."""
+    from dtmega.config.families import gpt
+
+    return gpt
+
+
+def bert_keys():
+    """The keys of BERT: [model] name = "bert"."""
+    from dtmega.config.families import bert
+
+    return bert
+
+
+def llama_keys():
+    """The keys of Llama, Mistral and Qwen3: [model] name = "llama"."""
+    from dtmega.config.families import llama
+
+    return llama
+
+
+def moe_keys():
+    """The keys of mixtures of experts: [model] name = "moe"."""
+    from dtmega.config.families import moe
+
+    return moe
+
+
+def t5_keys():
+    """The keys of T5: [model] name = "t5"."""
+    from dtmega.config.families import t5
+
+    return t5
+
+
+def hf_keys():
+    """The keys of a model that transformers implements: [model] name = "hf"."""
+    from dtmega.config.families import hf
+
+    return hf
+
+
 def bloom():
     """The record of BLOOM: [model] name = "bloom"."""
     from dtmega.families import bloom
@@ -216,55 +265,6 @@ def config_json():
     return config_json
 
 
-def bloom_keys():
-    """The keys of BLOOM: [model] name = "bloom"."""
-    from dtmega.config.families import bloom
-
-    return bloom
-
-
-def gpt_keys():
-    """The keys of GPT-2 and GPT-3: [model] name = "gpt"."""
-    from dtmega.config.families import gpt
-
-    return gpt
-
-
-def bert_keys():
-    """The keys of BERT: [model] name = "bert"."""
-    from dtmega.config.families import bert
-
-    return bert
-
-
-def llama_keys():
-    """The keys of Llama, Mistral and Qwen3: [model] name = "llama"."""
-    from dtmega.config.families import llama
-
-    return llama
-
-
-def moe_keys():
-    """The keys of mixtures of experts: [model] name = "moe"."""
-    from dtmega.config.families import moe
-
-    return moe
-
-
-def t5_keys():
-    """The keys of T5: [model] name = "t5"."""
-    from dtmega.config.families import t5
-
-    return t5
-
-
-def hf_keys():
-    """The keys of a model that transformers implements: [model] name = "hf"."""
-    from dtmega.config.families import hf
-
-    return hf
-
-
 # Configuration: what its reading needs only sometimes.
 
 
@@ -280,6 +280,13 @@ def config_help():
     from dtmega.config import help
 
     return help
+
+
+def refusals():
+    """The words about a wrong configuration."""
+    from dtmega.config import refusals
+
+    return refusals
 
 
 def suggestions():
@@ -344,7 +351,21 @@ def compiled_proof():
     return compiled_proof
 
 
+def exact():
+    """Sums with the same bits on every layout: [run] exact."""
+    from dtmega.training import exact
+
+    return exact
+
+
 # Layouts: axes of the mesh, adapters, experts, optimizers.
+
+
+def cpu_attention():
+    """Attention as batched products: a CPU with bfloat16 instructions."""
+    from dtmega.ops.cpu import attention
+
+    return attention
 
 
 def context_parallel():
@@ -382,11 +403,109 @@ def lora_proof():
     return proof
 
 
-def cpu_attention():
-    """Attention as batched products: a CPU with bfloat16 instructions."""
-    from dtmega.ops.cpu import attention
+def block_masks():
+    """FlexAttention's masks: a GPU."""
+    from dtmega.ops import block_mask
 
-    return attention
+    return block_mask
+
+
+def pipelined():
+    """The stages of a run with a pipeline: [mesh] pp."""
+    from dtmega.training import pipelined
+
+    return pipelined
+
+
+def drawn_schedule():
+    """The drawing of a schedule: [pipeline] draw."""
+    from dtmega.pipelining import draw
+
+    return draw
+
+
+def fsdp():
+    """Weights that FSDP2 shards or casts: [mesh] dp_shard and cp, [fsdp], [precision] with several ranks."""
+    from dtmega.fsdp import wrapped
+
+    return wrapped
+
+
+def masters():
+    """Casts of weights that one rank holds as a whole: [precision] params."""
+    from dtmega.fsdp import masters
+
+    return masters
+
+
+def replicas():
+    """Sums of gradients over whole copies: [mesh] dp_replicate."""
+    from dtmega.fsdp import replicas
+
+    return replicas
+
+
+def shard_sums():
+    """Sums of gradients over ranks after each microbatch of a pipeline: [fsdp] accumulate with [mesh] pp."""
+    from dtmega.fsdp import shard_sums
+
+    return shard_sums
+
+
+def expert_parallel():
+    """Experts on several ranks: [mesh] ep."""
+    from dtmega.ops import expert_parallel
+
+    return expert_parallel
+
+
+def routing():
+    """The loads of experts, in models that count them."""
+    from dtmega.models import routing
+
+    return routing
+
+
+def recompute():
+    """Activations that backward computes again: [recompute] mode."""
+    from dtmega.training import recompute
+
+    return recompute
+
+
+def amx_products():
+    """Faster products of linear layers: bfloat16 on a CPU with AMX."""
+    from dtmega.ops.cpu import linear
+
+    return linear
+
+
+def adapter_proof():
+    """The proof of adapters on a small copy of the model, where a run starts: [lora] rank."""
+    from dtmega.training import adapter_proof
+
+    return adapter_proof
+
+
+def sharded_adapters():
+    """The placements of adapters over tp: [lora] rank with [mesh] tp."""
+    from dtmega.plans import adapters
+
+    return adapters
+
+
+def weights_beside():
+    """The weights that a run reads beside its checkpoints: [model] init_from and path."""
+    from dtmega.training import weights_beside
+
+    return weights_beside
+
+
+def muon():
+    """An optimizer that orthogonalises whole matrices: [optim] name = "muon"."""
+    from dtmega.ops.optim import muon
+
+    return muon
 
 
 # Checkpoints and files: object stores, starting weights, files of other programs.

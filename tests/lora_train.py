@@ -30,6 +30,7 @@ from dtmega.ops.shards import boxes, local
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import train_step
+from dtmega.training.weights_beside import load_beside
 from tests import hf_models, hf_train
 from tests.hf_models import Case
 
@@ -146,7 +147,7 @@ def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, Base]:
     source = stored.weights(cfg.model)
     assert source is not None
     model = parallelize(cfg, world)
-    base = model.load_beside(source, cfg, None, list)
+    base = load_beside(model, source, cfg, None, list)
     assert base is not None
     return model, base
 

@@ -118,8 +118,8 @@ def test_only_the_records_of_families_bring_models_and_plans_together():
         and any(in_room(target, "dtmega.plans") for target in targets)
         and not in_room(module, "dtmega.families", "dtmega.interop")
     ]
-    # They take any model and any plan: they shard the model, draw its values and sum its gradients.
-    assert sorted(both) == ["dtmega.training.parallelize", "dtmega.training.sharded_model"]
+    # It takes any model and any plan.
+    assert sorted(both) == ["dtmega.training.parallelize"]
 
 
 def test_the_tests_of_a_module_lie_where_the_module_lies():

@@ -100,10 +100,10 @@ TORCH = {
         ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": Private(
-        ("pipelining/schedule.py",), "runs a schedule from a CSV file"
+        ("pipelining/pipeline.py",), "runs a schedule from a CSV file"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv": Private(
-        ("pipelining/schedule.py",), "reads that file"
+        ("pipelining/pipeline.py",), "reads that file"
     ),
     "torch.distributed.tensor.DTensor._op_dispatcher": Private(
         ("interop/hf/tp/generic.py",), "holder of the next; torch's public context ends before backward begins"

@@ -33,7 +33,6 @@ from dtmega.mesh import World
 from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
-from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import choices, exact, history, out_of_memory
 from dtmega.training.checks import check
 from dtmega.training.choices import compiling, with_micro_batch_size, with_params_dtype
@@ -186,7 +185,7 @@ def claim_run_directory(
             step.send = paths._asdict()
             if cfg.pipeline.draw:
                 _, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
-                draw_schedule(cfg, settings.sizes["pp"], data_size)
+                rooms.drawn_schedule().draw_schedule(cfg, settings.sizes["pp"], data_size)
     return found.CandidatePaths(**step.received)
 
 
@@ -276,7 +275,8 @@ def fill(
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
         if origin.init is not None:
-            checkpoints.base = model.load_beside(origin.init, cfg, loaded and loaded.base, startup.with_heartbeats)
+            was = loaded and loaded.base
+            checkpoints.base = rooms.weights_beside().load_beside(model, origin.init, cfg, was, startup.with_heartbeats)
         elif loaded is None:
             model.draw(cfg.run.seed)
         compiled = compiling(cfg, settings.device)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.config.reading import as_list
+from dtmega import rooms
 from dtmega.data.indexed_files.idx_file import read_index
 from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
 from dtmega.files.object_file import ObjectFile
@@ -225,7 +225,8 @@ def _advice(prefix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
-        return f"several prefixes are a list, [data] path = {as_list(prefix)}, or --data.path '{as_list(prefix)}'"
+        listed = rooms.refusals().as_list(prefix)
+        return f"several prefixes are a list, [data] path = {listed}, or --data.path '{listed}'"
     if os.path.exists(f"{prefix}.bin"):
         return f"{prefix}.bin is there, but useless without its .idx; dtmega tokenize writes both"
     return "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"

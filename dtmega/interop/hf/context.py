@@ -15,13 +15,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 NAME = "dtmega_over_cp"
 # Keyword arguments that attention ignores: the rules already hold the tokens' positions, and nothing is cached.

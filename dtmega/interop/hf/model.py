@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from dtmega import config, rooms
 from dtmega.interop.hf import families
 from dtmega.interop.hf.directory import build, experts_of, initial_values, original_length, read_config
-from dtmega.models.model import Model
+from dtmega.models.model import Fused, Model
 from dtmega.models.ties import aliases
 from dtmega.ops.key_value_cache import KeyValueCache
-from dtmega.ops.optim import Cut
 
 if TYPE_CHECKING:
     from dtmega.ops.context_parallel import ContextParallel
 
 
-def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Cut:
-    """Return the `Cut` that divides a linear layer's fused weight into matrices.
+def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Fused:
+    """Return the matrices in a linear layer's fused weight.
 
     Args:
         kind: order of the matrices: `families.BY_HEAD`, `families.Q_K_V` or `families.GATE_UP`.
@@ -41,15 +40,15 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
     dim = int(type(module).__name__ == "Conv1D")
     length = module.weight.shape[dim]
     if kind == families.GATE_UP:
-        return Cut(dim, (length // 2,) * 2)
+        return dim, (length // 2,) * 2
     heads = getattr(hf_config, facts.heads)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     n_repeats = facts.head_blocks if kind == families.Q_K_V else heads
     if kv_heads == heads:
-        return Cut(dim, (length // (3 * n_repeats),) * 3)
+        return dim, (length // (3 * n_repeats),) * 3
     # If query heads share key heads, BY_HEAD and Q_K_V weights both store all queries, then all keys, then all values.
     head_dim = length // (heads + 2 * kv_heads)
-    return Cut(dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+    return dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
 
 class _Zero(nn.Module):
@@ -202,7 +201,7 @@ class HF(Model):
                 modules_of["head"].append(module)
         return modules_of
 
-    def matrices(self) -> dict[str, Cut]:
+    def matrices(self) -> dict[str, Fused]:
         matrices = super().matrices()
         facts = families.KNOWN.get(self.hf.config.model_type)
         for name, module in self.named_modules():

@@ -22,7 +22,7 @@ from dtmega.interop.hf.expert_parallel import send_to_experts
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
 from dtmega.interop.hf.tp.verify import Verification, verify
-from dtmega.plans.expert_parallel import check_divisible, divide
+from dtmega.ops.expert_parallel import check_divisible, divide
 
 TIMEOUT = timedelta(minutes=5)
 
