@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dtmega.__main__ import main
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
@@ -205,7 +206,7 @@ def test_the_default_corpus_is_whole_or_made_again(monkeypatch, cache):
     tokenizer = load_tokenizer("bytes")
 
     def prepare() -> str:
-        return IndexedDataset(corpus.prepare_stdlib(tokenizer)).tokens.tobytes().decode("utf-16-le")
+        return IndexedDataset(default_corpus.prepare(tokenizer)).tokens.tobytes().decode("utf-16-le")
 
     for _ in left_of(cache, prepare):
         assert prepare() == "first\u0100second\u0100"

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import token_dtype
-from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.indexed_files.record import ChatRecord
 from dtmega.data.indexed_files.stored_output import check_free
-from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
 from dtmega.data.preparing import input_files, text_files
 from dtmega.data.preparing.conversation_worker import NOTHING_TO_LEARN, ChatResult, Job
 from dtmega.data.preparing.parts import share_of
