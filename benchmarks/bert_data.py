@@ -26,7 +26,7 @@ from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.pairs import PairSamples
 from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.objective import Objective
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 SEQ_LEN = 512
 

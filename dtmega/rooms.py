@@ -79,6 +79,20 @@ def data_workers():
     return workers
 
 
+def wordpiece():
+    """Vocabularies of WordPieces: [data] tokenizer = "stdlib-wordpiece" or "bert:PATH"."""
+    from dtmega.data.tokenizers import wordpiece
+
+    return wordpiece
+
+
+def confined_tokenizer():
+    """A tokenizer.json as [data] tokenizer."""
+    from dtmega.data.tokenizers import tokenizer_child
+
+    return tokenizer_child
+
+
 def stored_pairs():
     """Token files in an object store: a URL of a store as [data] path."""
     from dtmega.data.indexed_files import stored

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dtmega.data import default_corpus
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

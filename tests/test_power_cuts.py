@@ -21,7 +21,7 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus
 from dtmega.data.sampling import order
 from dtmega.data.sampling.order import document_order
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
 from dtmega.training.records.lines import StepLines, keep_until

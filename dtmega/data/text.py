@@ -26,7 +26,8 @@ from dtmega.data.sampling.blend import (
     parts_of_mixture,
 )
 from dtmega.data.sampling.samples import AnySamples
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.console import counted
 from dtmega.files.regular import open_regular
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega.data.objectives.denoising.sentinels import Marks, marks
-from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.data.tokenizers.wordpiece import MASK
+from dtmega.data.tokenizers.tokenizer import MASK, Tokenizer
 from dtmega.files.console import counted
 from dtmega.models.generate import PADDING, Sampling, Settle, answer, generate_together, settle_alone
 from dtmega.models.model import Model

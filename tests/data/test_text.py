@@ -24,7 +24,7 @@ from dtmega.data.objectives.next_token import NEXT_TOKEN, NextToken
 from dtmega.data.objectives.prefixes import PREFIX
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import fingerprint, open_text, repetition_notes
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
 

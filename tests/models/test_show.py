@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.models.model import Model
 from dtmega.models.show import answered, filled, masked
 from tests.layouts import FAMILIES, PAIRS, write_data

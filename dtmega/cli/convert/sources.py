@@ -15,7 +15,7 @@ from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.indexed_files.record import END_IDS
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.formats.whole import check_stored
 from dtmega.interop.hf.files import config_json

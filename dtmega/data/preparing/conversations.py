@@ -31,8 +31,9 @@ from dtmega.data.preparing.conversation_worker import NOTHING_TO_LEARN, ChatResu
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import in_order
 from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.rendering import ASSISTANT, MARKERS
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files import optional_imports
 from dtmega.files.console import counted, quoted
 from dtmega.files.lock import Lock

@@ -29,7 +29,7 @@ from dtmega.data.preparing import input_files, sentences, text_files
 from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import Result, in_order
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.files.console import counted, quoted
 
 TEXT_KEY = "text"

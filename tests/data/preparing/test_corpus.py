@@ -20,7 +20,7 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus, sentences
-from dtmega.data.tokenizers.tokenizer import STDLIB_8K, load_tokenizer
+from dtmega.data.tokenizers.load import STDLIB_8K, load_tokenizer
 
 ROOT = Path(corpus.__file__).parents[3]
 BYTES = load_tokenizer("bytes")
@@ -226,8 +226,8 @@ def test_a_killed_first_run_leaves_nothing_under_the_final_name_and_the_next_one
     process = run(
         "import dataclasses, time\n"
         "from dtmega.data import default_corpus\n"
-        "from dtmega.data.tokenizers import tokenizer\n"
-        "loaded, done = tokenizer.load_tokenizer('bytes'), []\n"
+        "from dtmega.data.tokenizers import load\n"
+        "loaded, done = load.load_tokenizer('bytes'), []\n"
         "def encode(text):\n"
         "    done.append(text)\n"
         "    if len(done) == 20:\n"
@@ -252,10 +252,10 @@ def test_two_first_runs_at_once_build_once_and_agree():
         "from dtmega.data import default_corpus\n"
         "from dtmega.data.indexed_files.dataset import IndexedDataset\n"
         "from dtmega.data.preparing import corpus\n"
-        "from dtmega.data.tokenizers import tokenizer\n"
+        "from dtmega.data.tokenizers import load\n"
         "documents = corpus.documents\n"
         "corpus.documents = lambda: islice(documents(), 40)\n"
-        "loaded = tokenizer.load_tokenizer('bytes')\n"
+        "loaded = load.load_tokenizer('bytes')\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
         "prefix = default_corpus.prepare(loaded)\n"

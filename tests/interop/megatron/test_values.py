@@ -17,7 +17,7 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.state import Progress
 from dtmega.cli.convert import to_checkpoint
 from dtmega.cli.convert.to_checkpoint import Training
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.interop.megatron import adam, folder, parts, ranks, recipe, vocabulary
 from dtmega.interop.megatron.folder import Contents
 from dtmega.ops.loss_scale import ScaleState
