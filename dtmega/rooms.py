@@ -334,6 +334,62 @@ def hidden_spans():
     return span_objectives
 
 
+def megatron_order():
+    """Samples in the order of a Megatron run: [data] order."""
+    from dtmega.data.megatron import order
+
+    return order
+
+
+def stdlib_corpus():
+    """The default corpus, made where it is not there yet."""
+    from dtmega.data.preparing import corpus
+
+    return corpus
+
+
+def shipped_conversations():
+    """The default corpus of conversations."""
+    from dtmega.data.preparing import conversations
+
+    return conversations
+
+
+def data_workers():
+    """Processes that make batches: [data] num_workers."""
+    from dtmega.data import workers
+
+    return workers
+
+
+def wordpiece():
+    """Vocabularies of WordPieces: [data] tokenizer = "stdlib-wordpiece" or "bert:PATH"."""
+    from dtmega.data.tokenizers import wordpiece
+
+    return wordpiece
+
+
+def confined_tokenizer():
+    """A tokenizer.json as [data] tokenizer."""
+    from dtmega.data.tokenizers import tokenizer_child
+
+    return tokenizer_child
+
+
+def stored_pairs():
+    """Token files in an object store: a URL of a store as [data] path."""
+    from dtmega.data.indexed_files import stored
+
+    return stored
+
+
+def stored_rows():
+    """Rows of samples whose tokens are in an object store."""
+    from dtmega.data.objectives import stored_rows
+
+    return stored_rows
+
+
 # Training: what a step may do beside training, and what a run may report.
 
 
