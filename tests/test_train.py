@@ -23,7 +23,7 @@ from dtmega.config import help
 from dtmega.data.indexed_files.record import ChatRecord, text_of
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.chat import Chat, find_template
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import open_trained

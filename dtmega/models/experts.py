@@ -65,7 +65,7 @@ class Experts(nn.Module):
         ffn: F, the width inside an expert.
 
     Attributes:
-        exchange: function that sends rows to the ranks that hold their experts (`plans/expert_parallel.py`); None if
+        exchange: function that sends rows to the ranks that hold their experts (`ops/expert_parallel.py`); None if
             this rank holds all experts.
     """
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega import rooms
 from dtmega.ops import host
-from dtmega.ops.block_mask import block_mask
 from dtmega.ops.key_value_cache import KeyValueCache
 from dtmega.ops.keyed import Dropout
 
@@ -139,7 +139,7 @@ class AttentionRule(NamedTuple):
         shared = None if self.shared is None else self.shared.with_window(window)
         rule = self._replace(window=window, strip=None, block_mask=None, shared=shared)
         if self.block_mask is not None:
-            return rule._replace(block_mask=block_mask(rule))
+            return rule._replace(block_mask=rooms.block_masks().block_mask(rule))
         return rule if self.strip is None else rule._replace(strip=_strip(rule))
 
     @property
@@ -327,7 +327,7 @@ def attention_rule(
 def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
     """Add a field that reduces a kernel's work: a block mask on CUDA, or a strip if positions are consecutive."""
     if rule.query_places.device.type == "cuda" and fused:
-        return rule._replace(block_mask=block_mask(rule))
+        return rule._replace(block_mask=rooms.block_masks().block_mask(rule))
     depends_on_distance = rule.adds or rule.causal or rule.window > 0
     has_strip = keys_end_with_queries and depends_on_distance and rule.prefix is None
     if has_strip and _consecutive(rule.key_places):

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -31,9 +30,11 @@ from dtmega.data.objectives.sums import Tally
 from dtmega.models.bloom import Bloom
 from dtmega.ops import keyed, optim
 from dtmega.ops.cost import Piece
+from dtmega.pipelining import pipeline as pipeline_room
 from dtmega.pipelining import tied as tied_room
 from dtmega.pipelining.draw import draw, draw_schedule
-from dtmega.pipelining.schedule import Pipeline, check_schedule
+from dtmega.pipelining.pipeline import Pipeline
+from dtmega.pipelining.schedule import check_schedule
 from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
 from dtmega.pipelining.tied import Tied, shared
@@ -856,8 +857,8 @@ class Schedule:
 
 @pytest.mark.parametrize("csv", ["", "schedule.csv"])
 def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another_use(monkeypatch, csv):
-    monkeypatch.setattr(torch_schedules, "get_schedule_class", {"ZBVZeroBubble": Schedule}.get)
-    monkeypatch.setattr(torch_schedules, "_PipelineScheduleRuntime", Schedule)
+    monkeypatch.setattr(pipeline_room, "get_schedule_class", {"ZBVZeroBubble": Schedule}.get)
+    monkeypatch.setattr(pipeline_room, "_PipelineScheduleRuntime", Schedule)
     monkeypatch.setattr(Schedule, "built", [])
     monkeypatch.setattr(Schedule, "given", [])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -19,7 +19,7 @@ from dtmega.cli.convert import to_checkpoint
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.gpt import GPTKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.interop.megatron import adam, folder, parts, ranks, recipe, vocabulary
 from dtmega.interop.megatron.folder import Contents
 from dtmega.ops.loss_scale import ScaleState

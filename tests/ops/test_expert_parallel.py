@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtmega import config, families, mesh
 from dtmega.models.experts import Experts
+from dtmega.ops.expert_parallel import Exchange, divide
 from dtmega.ops.shards import full_tensor, local
-from dtmega.plans.expert_parallel import Exchange, divide
 from dtmega.training.checks import check
 from tests import ranks
 
