@@ -52,6 +52,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from dtmega import config, families  # noqa: E402 (it imports torch)
+from dtmega.config.families.llama import LlamaKeys  # noqa: E402
 from dtmega.ops import cross_entropy, softmax  # noqa: E402
 from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
 from dtmega.planning.counting.torch_cuda import SHARED_BYTES  # noqa: E402
@@ -217,7 +218,7 @@ def least_bytes(model: config.NativeModel, seq_len: int) -> tuple[int, int]:
     stream = seq_len * model.hidden_size
     ffn = seq_len * model.ffn
     gated = rotated = 0
-    if isinstance(model, config.Llama):
+    if isinstance(model, LlamaKeys):
         gated = 1
         rotated = round(stream * (1 + model.kv_heads / model.n_heads))
     norm, norm_of_sum, add = 2, 4, 3

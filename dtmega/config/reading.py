@@ -1,8 +1,7 @@
 """Convert TOML and `--section.key value` options into typed, frozen sections; report errors in plain words.
 
-This file does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `suggestions.py` guesses
-which key the user meant by an unknown key. Reading is strict: a string is never read as a number. Each error names the
-source of the value: the file or the option.
+This file does not depend on dtmega's keys, and `suggestions.py` guesses which key the user meant by an unknown key.
+Reading is strict: a string is never read as a number. Each error names the source of the value: the file or the option.
 """
 
 from __future__ import annotations
@@ -269,10 +268,12 @@ def _choose_class(
     where = f"{source}: [{section}] {kinds.discriminator}"
     for override in overrides:
         if (override.section, override.key) == (section, kinds.discriminator):
-            value = _parse_text(kinds.declarations(kinds.discriminator)[kinds.default], override.text)
+            value = _parse_text(kinds.classes[kinds.default].model_fields[kinds.discriminator], override.text)
             where = override.option
-    if value not in list(kinds.classes):
-        raise ConfigError(f"{where}: expected {' or '.join(kinds.classes)}, got {value!r:.{SHOWN}}")
+    try:
+        kinds.chosen(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return ChosenClass(kinds, value)
 
 
@@ -357,8 +358,6 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     """Turn a pydantic error into a line that begins with the source of the value: the file or the option."""
     location = [str(part) for part in error["loc"]]
     section = location[0] if location else ""
-    if section and chosen[section].kinds.discriminator:
-        del location[1]  # this entry is pydantic's name for the class
     k = location[1] if len(location) > 1 else ""
     if error["type"] == "value_error" and not k:  # a validator of a section or of the whole configuration
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtmega import config, families
+from dtmega import config, families, rooms
 from dtmega.ops import cost, optim
-from dtmega.pipelining import schedule
-from dtmega.plans.expert_parallel import check_divisible
-from dtmega.training import exact
 from dtmega.training.choices import compiling
 
 SIZES = ("vocab_size", "hidden_size", "ffn_hidden_size", "kv_channels", "max_position_embeddings")
@@ -24,7 +21,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             be combined. The message states the reason and the keys to change.
     """
     check_model(cfg, sizes)
-    exact.check(cfg, sizes, device)
+    if cfg.run.exact:
+        rooms.exact().check(cfg, sizes, device)
     check_pipeline(cfg, sizes, device, families.pieces(cfg.model) if sizes["pp"] > 1 else [])
 
 
@@ -81,7 +79,7 @@ def check_experts(cfg: config.Config) -> None:
             f"([mesh] ep, [model] name)"
         )
     for module in experts:
-        check_divisible(module, ep)
+        rooms.expert_parallel().check_divisible(module, ep)
 
 
 def check_matrices(cfg: config.Config) -> None:
@@ -132,4 +130,5 @@ def check_pipeline(
             "([recompute] mode, [compile] enable, [mesh] pp)"
         )
     if pp > 1:
-        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
+        data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+        rooms.schedule().check_schedule(cfg, pieces, pp, data_size, compiling(cfg, device))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.config import Batch, Data
+from dtmega.config.families.t5 import T5Keys
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.loader import TrainBatches
 from dtmega.data.objectives.denoising import merged_spans, separate_spans
@@ -150,7 +151,7 @@ def test_spans_are_other_ones_in_the_next_epoch(dataset, objective):
 
 @BOTH
 def test_a_model_reads_the_rows_as_they_are_and_padding_changes_nothing(dataset, objective):
-    model = T5(config.T5(vocab_size=V, hidden_size=16, n_layers=1, n_heads=2, ffn_hidden_size=24))
+    model = T5(T5Keys(vocab_size=V, hidden_size=16, n_layers=1, n_heads=2, ffn_hidden_size=24))
     init_weights(model, seed=0)
     model.init_buffers(seed=0)
     batch = rows_of(dataset, objective, seq_len=24, decoder_seq_len=12)[range(6)]
