@@ -158,6 +158,13 @@ def block_masks():
     return block_mask
 
 
+def compiled_softmax():
+    """Compiled kernels of the loss: [compile] enable on a GPU."""
+    from dtmega.ops import compiled_softmax
+
+    return compiled_softmax
+
+
 def context_parallel():
     """Attention in sequences that are split over ranks: [mesh] cp."""
     from dtmega.ops import context_parallel
