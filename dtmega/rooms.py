@@ -62,6 +62,209 @@ def hf_keys():
     return hf
 
 
+def bloom():
+    """The record of BLOOM: [model] name = "bloom"."""
+    from dtmega.families import bloom
+
+    return bloom
+
+
+def gpt():
+    """The record of GPT-2 and GPT-3: [model] name = "gpt"."""
+    from dtmega.families import gpt
+
+    return gpt
+
+
+def llama():
+    """The record of Llama, Mistral and Qwen3: [model] name = "llama"."""
+    from dtmega.families import llama
+
+    return llama
+
+
+def moe():
+    """The record of mixtures of experts: [model] name = "moe"."""
+    from dtmega.families import moe
+
+    return moe
+
+
+def bert():
+    """The record of BERT: [model] name = "bert"."""
+    from dtmega.families import bert
+
+    return bert
+
+
+def t5():
+    """The record of T5: [model] name = "t5"."""
+    from dtmega.families import t5
+
+    return t5
+
+
+def transformers():
+    """The record of models that transformers implements: [model] name = "hf"."""
+    from dtmega.interop.hf import record
+
+    return record
+
+
+def bloom_plan():
+    """The plan of BLOOM: [mesh] tp."""
+    from dtmega.plans import bloom
+
+    return bloom
+
+
+def gpt_plan():
+    """The plan of GPT-2 and GPT-3: [mesh] tp."""
+    from dtmega.plans import gpt
+
+    return gpt
+
+
+def llama_plan():
+    """The plan of Llama, Mistral and Qwen3: [mesh] tp."""
+    from dtmega.plans import llama
+
+    return llama
+
+
+def moe_plan():
+    """The plan of mixtures of experts: [mesh] tp."""
+    from dtmega.plans import moe
+
+    return moe
+
+
+def bert_plan():
+    """The plan of BERT: [mesh] tp."""
+    from dtmega.plans import bert
+
+    return bert
+
+
+def t5_plan():
+    """The plan of T5: [mesh] tp."""
+    from dtmega.plans import t5
+
+    return t5
+
+
+def bloom_formats():
+    """The files of BLOOM in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import bloom
+
+    return bloom
+
+
+def gpt_formats():
+    """The files of GPT-2 and GPT-3 in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import gpt
+
+    return gpt
+
+
+def llama_formats():
+    """The files of Llama, Mistral and Qwen3 in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import llama
+
+    return llama
+
+
+def moe_formats():
+    """The files of mixtures of experts in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import moe
+
+    return moe
+
+
+def bert_formats():
+    """The files of BERT in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import bert
+
+    return bert
+
+
+def t5_formats():
+    """The files of T5 in other programs: [model] init_from, convert, inspect."""
+    from dtmega.interop.formats import t5
+
+    return t5
+
+
+def transformers_files():
+    """The files of a model that transformers implements, with weights to start from or to convert."""
+    from dtmega.interop.hf.files import record
+
+    return record
+
+
+def plans_of_transformers():
+    """Plans of tensor parallelism for models of transformers: [mesh] tp."""
+    from dtmega.interop.hf.tp import parallel
+
+    return parallel
+
+
+def tiny_transformers():
+    """Small copies of models of transformers, on which proofs run."""
+    from dtmega.interop.hf.tp import tiny
+
+    return tiny
+
+
+def rows_proof():
+    """The proof that a model of transformers computes each row by itself: packed rows, [mesh] cp, pp and tp."""
+    from dtmega.interop.hf import rows_proof
+
+    return rows_proof
+
+
+def context_proof():
+    """The proof that a model of transformers computes the same over [mesh] cp."""
+    from dtmega.interop.hf import context_proof
+
+    return context_proof
+
+
+def transformers_over_cp():
+    """Attention of transformers' models over ranks that share sequences: [mesh] cp."""
+    from dtmega.interop.hf import context
+
+    return context
+
+
+def experts_of_transformers():
+    """Experts of transformers' models on several ranks: [mesh] ep."""
+    from dtmega.interop.hf import expert_parallel
+
+    return expert_parallel
+
+
+def longrope():
+    """Rotary frequencies that depend on the length of a conversation: rope_type = longrope in config.json."""
+    from dtmega.interop.hf import rope
+
+    return rope
+
+
+def stored():
+    """The weights that a run starts with: [model] init_from, or [model] path with weights."""
+    from dtmega.interop import stored
+
+    return stored
+
+
+def config_json():
+    """The config.json in a folder of transformers: [model] init_from."""
+    from dtmega.interop.hf.files import config_json
+
+    return config_json
+
+
 # Configuration: what its reading needs only sometimes.
 
 
@@ -134,13 +337,6 @@ def dry_run():
     return dry_run
 
 
-def exact():
-    """Sums with the same bits on every layout: [run] exact."""
-    from dtmega.training import exact
-
-    return exact
-
-
 def compiled_proof():
     """The proof that compiled blocks compute what eager blocks do: [compile] enable."""
     from dtmega.training import compiled_proof
@@ -148,14 +344,14 @@ def compiled_proof():
     return compiled_proof
 
 
+def exact():
+    """Sums with the same bits on every layout: [run] exact."""
+    from dtmega.training import exact
+
+    return exact
+
+
 # Layouts: axes of the mesh, adapters, experts, optimizers.
-
-
-def block_masks():
-    """FlexAttention's masks: a GPU."""
-    from dtmega.ops import block_mask
-
-    return block_mask
 
 
 def compiled_softmax():
@@ -165,18 +361,18 @@ def compiled_softmax():
     return compiled_softmax
 
 
-def context_parallel():
-    """Attention in sequences that are split over ranks: [mesh] cp."""
-    from dtmega.ops import context_parallel
-
-    return context_parallel
-
-
 def cpu_attention():
     """Attention as batched products: a CPU with bfloat16 instructions."""
     from dtmega.ops.cpu import attention
 
     return attention
+
+
+def context_parallel():
+    """Ranks that share sequences: [mesh] cp."""
+    from dtmega.ops import context_parallel
+
+    return context_parallel
 
 
 def plans():
@@ -191,6 +387,27 @@ def schedule():
     from dtmega.pipelining import schedule
 
     return schedule
+
+
+def lora():
+    """Low-rank adapters: [lora] rank."""
+    from dtmega.models import lora
+
+    return lora
+
+
+def lora_proof():
+    """The proof that adapters learn: [lora] rank."""
+    from dtmega.models.lora import proof
+
+    return proof
+
+
+def block_masks():
+    """FlexAttention's masks: a GPU."""
+    from dtmega.ops import block_mask
+
+    return block_mask
 
 
 def pipelined():
@@ -261,20 +478,6 @@ def amx_products():
     from dtmega.ops.cpu import linear
 
     return linear
-
-
-def lora():
-    """Low-rank adapters: [lora] rank."""
-    from dtmega.models import lora
-
-    return lora
-
-
-def lora_proof():
-    """The proof that adapters learn: [lora] rank."""
-    from dtmega.models.lora import proof
-
-    return proof
 
 
 def adapter_proof():

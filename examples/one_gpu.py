@@ -28,6 +28,7 @@ from dtmega.data.loader import TrainBatches
 from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.data.tokenizers.tokenizer_json import to_json
+from dtmega.interop import stored
 from dtmega.models.generate import Sampling, generate
 from dtmega.ops import cost, optim
 from dtmega.ops.shards import local
@@ -92,7 +93,7 @@ print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens
 
 # %%
 model = parallelize(cfg, mesh.start(device, sizes))
-weights = families.of(cfg.model).weights(cfg.model)
+weights = stored.weights(cfg.model)
 if weights is None:
     model.draw(cfg.run.seed)
 else:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.checkpoint.base import Base
+from dtmega.interop import stored
 from dtmega.mesh import World
 from dtmega.models.initial import draw
 from dtmega.models.lora import is_adapter
@@ -143,7 +144,7 @@ def configured(where: str, keys: Mapping[str, Any], asked: Asked, **more: dict[s
 
 def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, Base]:
     """The model with its base's weights and new adapters, and what is known of the base."""
-    source = families.of(cfg.model).weights(cfg.model)
+    source = stored.weights(cfg.model)
     assert source is not None
     model = parallelize(cfg, world)
     base = load_beside(model, source, cfg, None, list)

@@ -1,7 +1,7 @@
 """Claims about what a run loads: the rooms that its configuration asks for, and no other.
 
-Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is prepared
-already. `benchmarks/loaded.py` prints the same, with lines.
+Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is
+prepared already. `benchmarks/loaded.py` prints the same, with lines.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a configuration may ask for -> patterns of the modules that serve nothing else. A pattern covers a module's parts.
+# What a configuration may ask for -> patterns of the modules that serve nothing else. A folder's name covers its files.
 ROOMS = {
     "bloom": ["models.bloom", "plans.bloom", "families.bloom", "config.families.bloom"],
     "gpt": ["models.gpt", "plans.gpt", "families.gpt", "config.families.gpt"],
     "llama": ["models.llama", "plans.llama", "families.llama", "config.families.llama"],
-    "moe": ["models.moe", "models.latent_attention", "plans.moe", "families.moe", "config.families.moe"]
-    + ["config.families.llama"],
-    "bert": ["models.bert", "plans.bert", "families.bert", "config.families.bert"],
-    "t5": ["models.t5", "plans.t5", "families.t5", "config.families.t5"],
-    "transformers": ["interop.hf.model", "interop.hf.record", "interop.hf.resolve", "interop.hf.families"]
-    + ["config.families.hf"],
-    "files of other programs": ["interop.hf.files.write", "interop.hf.names", "interop.megatron", "formats"],
+    "moe": [
+        "config.families.llama",
+        "models.moe",
+        "models.latent_attention",
+        "plans.moe",
+        "families.moe",
+        "config.families.moe",
+    ],
+    "bert": ["models.bert", "models.show_masks", "plans.bert", "families.bert", "config.families.bert"],
+    "t5": ["models.t5", "models.show_spans", "plans.t5", "families.t5", "config.families.t5"],
+    "transformers": ["config.families.hf", "interop.hf", "interop.hf.files.config_json", "interop.hf.files.tensors"],
+    "files of other programs": ["interop.stored", "interop.formats", "interop.hf.files.*", "interop.megatron"],
     "plans of transformers": ["interop.hf.tp"],
+    "proofs on transformers": ["interop.hf.context_proof", "interop.hf.rows_proof"],
+    "longrope": ["interop.hf.rope"],
     "lora": ["models.lora", "plans.adapters"],
     "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
-    "ep": ["ops.expert_parallel"],
+    "ep": ["ops.expert_parallel", "interop.hf.expert_parallel"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
-    "cp": ["ops.context_parallel", "ops.sequence_exchange"],
+    "cp": ["ops.context_parallel", "ops.sequence_exchange", "interop.hf.context"],
     "pp": ["pipelining"],
     "fsdp": ["fsdp"],
     "tp": ["plans"],

@@ -35,7 +35,7 @@ TORCH = {
         ("planning/counting/recorder.py",), "whose buffers are FSDP's"
     ),
     "torch._C.DisableTorchFunctionSubclass": Private(
-        ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
+        ("interop/hf/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
     ),
     "torch._C._distributed_c10d": Private(
         ("distributed/flight_recorder.py",), "holder of the next, and of `_dump_nccl_trace` in builds with CUDA"
@@ -61,7 +61,7 @@ TORCH = {
         "torch detaches sent tensors in place: clone views; how a graph's result is made again",
     ),
     "torch.Tensor._make_wrapper_subclass": Private(
-        ("interop/hf/tp/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
+        ("interop/hf/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
     ),
     "torch.Tensor._post_accumulate_grad_hooks": Private(
         ("fsdp/masters.py",), "run the hooks of a master weight, which backward never visits: it visits the copy"
@@ -168,7 +168,7 @@ TORCH = {
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
     "torch.utils._pytree.tree_map_only": Private(
-        ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
+        ("interop/hf/tp/generic.py", "interop/hf/logits.py"), "visit the tensors in whatever a model returns"
     ),
     "torch.utils._pytree.tree_leaves": Private(("training/compiled_proof.py",), "the tensors that a block returns"),
     "torch.utils._pytree.tree_map": Private(("training/compiled_proof.py",), "copy the tensors that a block is given"),

@@ -237,7 +237,7 @@ def test_both_sequences_must_fit_the_model_and_the_mesh(data: dict[str, Any], na
     cfg = configured("megatron", {"mesh": {"tp": 2}})
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update=data)})
     with pytest.raises(ValueError, match=named):
-        families.FAMILIES["t5"].check(cfg, {"tp": 2, "cp": 1, "pp": 1})
+        families.named("t5").check(cfg, {"tp": 2, "cp": 1, "pp": 1})
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -245,4 +245,4 @@ def test_both_sequences_must_fit_the_model_and_the_mesh(data: dict[str, Any], na
 def test_a_backward_in_two_parts_is_refused_for_each_form_with_its_reason(schedule: str, form: str, reason: str):
     keys = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}
     with pytest.raises(ValueError, match=rf"{reason}: .*\(\[pipeline\] schedule, \[model\] name\)"):
-        families.FAMILIES["t5"].check(configured(form, keys), {"tp": 1, "cp": 1, "pp": 2})
+        families.named("t5").check(configured(form, keys), {"tp": 1, "cp": 1, "pp": 2})

@@ -81,11 +81,11 @@ def plan(honest: Any, cfg: BloomKeys, sequence_parallel: bool) -> Plan:
 
 @contextlib.contextmanager
 def with_such_parameters() -> Iterator[None]:
-    honest: Any = families.FAMILIES["bloom"]
+    honest: Any = families.named("bloom")
     changed = dataclasses.replace(
         honest, model=functools.partial(build, honest.model), plan=functools.partial(plan, honest.plan)
     )
-    with patch.dict(families.FAMILIES, bloom=changed):
+    with patch.dict(families.BUILT_IN, bloom=lambda: changed):
         yield
 
 

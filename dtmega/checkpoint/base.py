@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import config
-from dtmega.formats.sources import BY_TOKEN, Slices, Source
+from dtmega.checkpoint.sources import BY_TOKEN, Slices, Source
 from dtmega.ops import keyed
 
 AT_A_TIME = 2**20  # number of elements to convert to int64 at a time

@@ -14,8 +14,8 @@ from dtmega import config
 from dtmega.checkpoint.base import Base, Digesting, location, open_base
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import state_of
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.weights import load_weights
-from dtmega.formats.sources import Source
 
 
 def weights_beside(

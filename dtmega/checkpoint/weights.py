@@ -15,8 +15,8 @@ from dtmega.checkpoint.base import Digesting, open_base
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.sources import BY_TOKEN, Slices, Source
 from dtmega.files.untrusted_json import download
-from dtmega.formats.sources import BY_TOKEN, Slices, Source
 from dtmega.ops.shards import Box, boxes
 
 # Keys of [model] that may differ between a run and the checkpoint that supplies the run's initial weights.

@@ -18,6 +18,7 @@ from dtmega.checkpoint import changes, found, resume, starting
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import START, Progress, State
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
@@ -28,7 +29,6 @@ from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.files import atomic, console
 from dtmega.files.console import counted
-from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.models.trainable import Elements
 from dtmega.ops import optim
@@ -144,7 +144,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, Tra
         # Before any folder is made, check the checkpoint paths that the user named.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
-            found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
+            found.check_is_trained(cfg, weights_of(cfg.model))
         data_rank, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
         batches = TrainBatches(
             text.rows("train"),
@@ -211,6 +211,11 @@ def check_sees_checkpoints(cfg: Config, newest: str) -> None:
         )
 
 
+def weights_of(model: config.Model) -> Source | None:
+    """The weights that a new run starts with; None if initial values come from the seed."""
+    return rooms.stored().weights(model) if model.init_from or model.directory else None
+
+
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> rank_log.RankLog:
     """Open this rank's log. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
@@ -226,7 +231,7 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         if startup.rank == 0:
             # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
-        init = starting.weights_beside(settings.cfg, candidates, families.of(settings.cfg.model).weights)
+        init = starting.weights_beside(settings.cfg, candidates, weights_of)
         step.must_match = found.manifest_digests([*candidates, init])
     dtype = step.received
     settings = settings._replace(

@@ -11,7 +11,7 @@ import torch
 from dtmega import config, families, rooms
 from dtmega.checkpoint import starting
 from dtmega.checkpoint.base import Base, location
-from dtmega.formats.sources import Source
+from dtmega.checkpoint.sources import Source
 from dtmega.training.sharded_model import ShardedModel
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
 from dtmega.config.families.bloom import BloomKeys
+from dtmega.interop import stored
+from dtmega.interop.formats.own import OwnFormats
 from tests.checkpoint.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.
@@ -74,10 +76,10 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
     opened: list[object] = []
-    monkeypatch.setattr(families.BuiltInFamily, "folder", lambda family, path, model: opened.append((path, model)))
+    monkeypatch.setattr(OwnFormats, "folder", lambda family, path, model: opened.append((path, model)))
     (tmp_path / file).touch()
     model = BloomKeys(init_from=str(tmp_path))
-    families.of(model).weights(model)
+    stored.weights(model)
     assert opened == [(tmp_path, model)]
 
 

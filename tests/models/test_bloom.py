@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import families
 from dtmega.config.families.bloom import BloomKeys
-from dtmega.interop.hf.names.bloom import HF
+from dtmega.interop.formats.bloom import HF
 from dtmega.models.bloom import Bloom
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights

@@ -19,8 +19,9 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
 from dtmega.config.families.gpt import GPTKeys
-from dtmega.formats.whole import as_theirs
-from dtmega.interop.hf.names import gpt as gpt_names
+from dtmega.interop import stored
+from dtmega.interop.formats import gpt as gpt_names
+from dtmega.interop.formats.whole import as_theirs
 from dtmega.models import gpt
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
@@ -51,7 +52,7 @@ def ours_in(folder: Path, **keys: Any) -> gpt.GPT:
     section = section.model_copy(update=keys)
     assert isinstance(section, GPTKeys)
     model = gpt.GPT(section)
-    load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
+    load_weights(stored.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 

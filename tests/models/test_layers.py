@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.config.families.gpt import GPTKeys
+from dtmega.interop import stored
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
@@ -139,7 +140,7 @@ def test_a_gated_model_is_no_directory_of_transformers():
     for family, keys in (("bloom", {}), ("gpt", {}), ("bert", {})):
         model = config.model_section({"name": family, "glu": "geglu", **keys}, "here")
         with pytest.raises(ValueError, match="no gated feed-forward: expected glu='none', got 'geglu'"):
-            families.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
+            stored.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
 
 
 def test_a_compiled_gelu_and_its_gradient_are_the_papers_without_a_hyperbolic_tangent():

@@ -28,8 +28,9 @@ from dtmega.__main__ import main as command
 from dtmega.cli.convert import recognise
 from dtmega.config.families.llama import LlamaKeys
 from dtmega.distributed import exit_codes
-from dtmega.formats.format import Format
-from dtmega.interop.hf.names.llama import LLAMA, MISTRAL, QWEN3
+from dtmega.interop import stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.llama import LLAMA, MISTRAL, QWEN3
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama, Rotation, rotary_frequencies
@@ -120,7 +121,7 @@ def small(cfg: LlamaKeys) -> Llama:
 
 
 def by_their_names(cfg: LlamaKeys, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    _, source = families.of(cfg).as_stored("hf", Memory(tensors), cfg)
+    _, source = stored.of(cfg).as_stored("hf", Memory(tensors), cfg)
     return {name: source.read(name) for name in source.tensors}
 
 
@@ -273,7 +274,7 @@ def test_a_sample_is_what_transformers_generates(kind: str):
 
 def export(model: Llama, folder: Path) -> None:
     weights = Memory({name: p.detach() for name, p in model.named_parameters()})
-    families.of(model.cfg).export(weights, folder, model.cfg, None, rank=0, size=1, barrier=lambda: None)
+    stored.of(model.cfg).export(weights, folder, model.cfg, None, rank=0, size=1, barrier=lambda: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -313,7 +314,7 @@ def test_a_run_goes_to_transformers_which_goes_on_as_it_does_and_a_run_starts_fr
 def test_what_transformers_saves_is_the_same_model_here(tmp_path, kind):
     ours, theirs = pair(kind)
     theirs.save_pretrained(tmp_path)
-    source = families.of(ours.cfg).folder(tmp_path, ours.cfg)
+    source = stored.of(ours.cfg).folder(tmp_path, ours.cfg)
     for name, parameter in ours.named_parameters():
         assert torch.equal(source.read(name), parameter), name
 
@@ -383,7 +384,7 @@ def test_what_no_class_of_ours_computes_is_refused(kind: str, changed: dict[str,
 def test_a_mistral_without_a_window_is_read_and_written_as_a_llama(tmp_path: Path):
     MistralForCausalLM(MistralConfig(**THEIRS | FEW, sliding_window=None)).save_pretrained(tmp_path / "in")
     source, model = recognise.open_folder(tmp_path / "in", None)
-    written, tensors = families.of(model).as_stored("hf", source, model)
+    written, tensors = stored.of(model).as_stored("hf", source, model)
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert tensors.tensors.keys() == load_file(tmp_path / "in" / "model.safetensors").keys()
 
@@ -391,7 +392,7 @@ def test_a_mistral_without_a_window_is_read_and_written_as_a_llama(tmp_path: Pat
 def test_windows_in_some_layers_without_norms_of_heads_have_no_class():
     model = LlamaKeys(**SIZES, window=8, window_layers=[1])
     with pytest.raises(ValueError, match="hf has no model like this one of name = 'llama': expected window=0"):
-        families.of(model).as_stored("hf", Memory({}), model)
+        stored.of(model).as_stored("hf", Memory({}), model)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -425,7 +426,7 @@ def test_a_directory_of_another_llama_is_refused_with_what_differs(tmp_path, cha
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        families.of(cfg).folder(tmp_path, cfg)
+        stored.of(cfg).folder(tmp_path, cfg)
 
 
 # -------------------------------------------------------------------------------------------------------- configuration

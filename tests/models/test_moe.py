@@ -28,8 +28,8 @@ from dtmega.__main__ import main as command
 from dtmega.cli.convert import to_checkpoint
 from dtmega.config.families.moe import MoEKeys
 from dtmega.distributed import exit_codes
-from dtmega.formats.whole import as_theirs
-from dtmega.interop.hf.names import moe as names
+from dtmega.interop.formats import moe as names
+from dtmega.interop.formats.whole import as_theirs
 from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.moe import Mixture, MoE

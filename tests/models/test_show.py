@@ -17,7 +17,8 @@ from dtmega.__main__ import main as command
 from dtmega.config.families.bert import BertKeys
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.models.model import Model
-from dtmega.models.show import answered, filled, masked
+from dtmega.models.show_masks import filled, masked
+from dtmega.models.show_spans import answered
 from tests.layouts import FAMILIES, PAIRS, write_data
 from tests.resumed import Training, train_all
 

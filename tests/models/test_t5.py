@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dtmega import families
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
 from dtmega.config.families.t5 import T5Keys
-from dtmega.formats.sources import Translated
-from dtmega.formats.whole import tensor_names
+from dtmega.interop import stored
+from dtmega.interop.formats import t5 as t5_names
+from dtmega.interop.formats.sources import Translated
+from dtmega.interop.formats.whole import tensor_names
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import TensorFiles
-from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.models import count, t5
 from dtmega.models.generate import Sampling, answer
 from dtmega.models.initial import init_weights
@@ -33,7 +33,7 @@ from tests.interop.hf.files.test_ours import Memory
 
 V, S, T = 131, 29, 11
 SEED = 7
-FAMILY = families.FAMILIES["t5"]
+FILES = stored.of(T5Keys())
 SIZES = {
     **{"vocab_size": V, "d_model": 48, "d_kv": 16, "d_ff": 100, "num_layers": 3, "num_decoder_layers": 2},
     **{"num_heads": 6, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
@@ -73,7 +73,7 @@ def ours_in(folder: Path, **keys: Any) -> t5.T5:
     """The model of ours that a directory describes, with its weights."""
     section = section_of(folder)
     model = t5.T5(section.model_copy(update=keys))
-    load_weights(FAMILY.folder(folder, section), model.named_parameters(), V)
+    load_weights(FILES.folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 
@@ -375,8 +375,8 @@ def test_keys_that_contradict_are_refused(keys: dict[str, Any], named: str):
 
 def exported(folder: Path, out: Path) -> None:
     section = section_of(folder)
-    source = FAMILY.folder(folder, section)
-    FAMILY.export(source, out, section, None, rank=0, size=1, barrier=int)
+    source = FILES.folder(folder, section)
+    FILES.export(source, out, section, None, rank=0, size=1, barrier=int)
 
 
 @pytest.mark.parametrize("proj", t5_names.FEED_FORWARDS)
@@ -441,7 +441,7 @@ def test_a_head_that_is_stored_with_the_values_of_the_embedding_is_tied_to_it(tm
 def test_a_t5_that_transformers_cannot_compute_is_not_exported(tmp_path: Path, keys: dict[str, Any], named: str):
     cfg = T5Keys(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
     with pytest.raises(ValueError, match=named):
-        FAMILY.export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
+        FILES.export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
 
 
 @pytest.mark.parametrize("key", [{"feed_forward_proj": "gated-silu"}, {"is_encoder_decoder": False}])

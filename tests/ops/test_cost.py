@@ -19,6 +19,7 @@ from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.config.families.hf import TransformersKeys
 from dtmega.config.families.llama import LlamaKeys
+from dtmega.interop import stored
 from dtmega.ops import cost
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
@@ -114,7 +115,7 @@ def test_latent_attention_costs_the_flops_that_pytorch_counts():
 def test_the_pieces_of_a_bert_have_the_parameters_and_the_flops_of_transformers(norm: str):
     model = BertKeys(vocab_size=131, hidden_size=48, n_layers=2, n_heads=6, max_position_embeddings=SEQ_LEN, norm=norm)
     found = families.pieces(model)
-    described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].to_config(model)
+    described = stored.of(model).formats["hf"][norm == "pre"].to_config(model)
     theirs = getattr(transformers, described["architectures"][0])
     theirs = theirs(theirs.config_class(**described, attn_implementation="eager"))
     assert cost.n_parameters(found) == elements_of(theirs)

@@ -1,4 +1,4 @@
-"""Claims about ops/cross_entropy.py and plans/loss.py; the truth is F.cross_entropy of whole logits."""
+"""Claims about ops/cross_entropy.py and ops/vocab_loss.py; the truth is F.cross_entropy of whole logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtmega.ops import cross_entropy as room
 from dtmega.ops.compiled_softmax import CompiledPasses
 from dtmega.ops.cpu import features
 from dtmega.ops.cross_entropy import linear_cross_entropy
-from dtmega.plans.loss import vocab_parallel_cross_entropy
+from dtmega.ops.vocab_loss import vocab_parallel_cross_entropy
 from tests import ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -33,8 +33,8 @@ from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama
 from dtmega.models.model import Model
 from dtmega.models.t5 import T5
+from dtmega.ops.vocab_loss import vocab_parallel_cross_entropy
 from dtmega.plans import bert, bloom, gpt, llama, t5
-from dtmega.plans.loss import vocab_parallel_cross_entropy
 from dtmega.plans.styles import Column, Row
 from dtmega.training.recompute import recompute
 from tests import ranks

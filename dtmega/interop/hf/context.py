@@ -64,12 +64,9 @@ _AT_HAND: ContextVar[Tokens | None] = ContextVar("tokens at hand", default=None)
 
 @contextlib.contextmanager
 def at_hand(
-    places: Tensor | None, document_ids: Tensor | None, context: ContextParallel | None, fused: bool
+    places: Tensor | None, document_ids: Tensor | None, context: ContextParallel, fused: bool
 ) -> Iterator[None]:
-    """Give models called in the `with` block the tokens' positions and documents; do nothing if `context` is None."""
-    if context is None:
-        yield
-        return
+    """Give models called in the `with` block the tokens' positions and documents."""
     assert places is not None
     token = _AT_HAND.set(Tokens(places, document_ids, context, fused))
     try:

@@ -18,8 +18,8 @@ from typing import Any
 from dtmega import config
 from dtmega.config.families.gpt import GPTKeys
 from dtmega.config.families.llama import LlamaKeys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Heads, Rule
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.rules import Heads, Rule
 from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES
 
 LAYERS = "decoder.layers."

@@ -14,8 +14,8 @@ from dtmega import config
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.gpt import GPTKeys
 from dtmega.config.families.t5 import T5Keys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
 # Arguments of later versions and forks that change the model. Only the values below are supported. If a file lacks an

@@ -7,21 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.config.families.gpt import GPTKeys
 from dtmega.config.families.llama import LlamaKeys
 from dtmega.config.families.t5 import T5Keys
-from dtmega.formats.format import Format
-from dtmega.formats.rules import directions
-from dtmega.formats.whole import aliases, as_ours
+from dtmega.interop import stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.rules import directions
+from dtmega.interop.formats.whole import as_ours
 from dtmega.interop.megatron import forms, names
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.t5 import T5
-from tests.formats.test_formats import Memory
+from dtmega.models.ties import aliases
+from tests.interop.formats.test_formats import Memory
 from tests.plain_megatron import Plain
 
 D, H, F, V, S, N = 8, 2, 24, 20, 10, 2
@@ -275,6 +277,6 @@ def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: con
 
 def test_a_model_of_no_form_of_a_program_is_refused_with_the_keys_that_would_make_it_one():
     with pytest.raises(ValueError, match=r"expected norm='pre' \(\[model\] name, \[model\] norm\)"):
-        families.FAMILIES["bert"].form(BertKeys(norm="post"), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
+        stored.of(BertKeys()).form(BertKeys(norm="post"), "megatron")
     with pytest.raises(ValueError, match=r"megatron has no model like this one of name = 'llama'"):
-        families.FAMILIES["llama"].form(LlamaKeys(), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
+        stored.of(LlamaKeys()).form(LlamaKeys(), "megatron")

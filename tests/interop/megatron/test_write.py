@@ -22,7 +22,7 @@ from dtmega.config.families.gpt import GPTKeys
 from dtmega.config.families.t5 import T5Keys
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
-from dtmega.formats.whole import as_ours, as_theirs
+from dtmega.interop.formats.whole import as_ours, as_theirs
 from dtmega.interop.megatron import write, write_core
 from tests import core_files, hf_models, megatron_files
 from tests.interop.hf.files.test_ours import Memory

@@ -17,12 +17,13 @@ from dtmega.checkpoint.weights import load_weights
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
-from dtmega.formats.sources import Cast
+from dtmega.interop import stored
+from dtmega.interop.formats.bloom import HF
+from dtmega.interop.formats.sources import Cast
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.folder import Folder
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles
 from dtmega.interop.hf.files.write import split
-from dtmega.interop.hf.names.bloom import HF
 from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.training.parallelize import parallelize
@@ -55,12 +56,12 @@ class Broken(Memory):
 def write_all(source, folder, model, tokenizer_json=None, **keys):
     """`export` from one process."""
     keys = {"rank": 0, "size": 1, "barrier": lambda: None} | keys
-    families.of(model).export(source, folder, model, tokenizer_json, **keys)
+    stored.of(model).export(source, folder, model, tokenizer_json, **keys)
 
 
 def opened(folder: Path | str, model: config.Model = MODEL) -> Folder:
     """The weights in a directory."""
-    source = families.of(model).folder(Path(folder), model)
+    source = stored.of(model).folder(Path(folder), model)
     assert isinstance(source, Folder)
     return source
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from dtmega import config
 from dtmega.config.families.llama import LlamaKeys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
+from dtmega.interop.megatron.core_forms import LLAMA_FORMS
 
 # [model] keys for scaled rotary positions -> names of these keys in config.json.
 SCALING = {
@@ -215,3 +217,5 @@ QWEN3 = replace(
 )
 # All of transformers' formats for Llama models. An export uses the first format that fits.
 HF = (LLAMA, MISTRAL, QWEN3)
+
+STORED = OwnFormats({"hf": HF, **LLAMA_FORMS})

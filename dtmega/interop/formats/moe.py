@@ -12,9 +12,8 @@ from typing import Any
 
 from dtmega import config
 from dtmega.config.families.moe import MoEKeys
-from dtmega.formats.format import Key
-from dtmega.formats.rules import Rule
-from dtmega.interop.hf.names.llama import (
+from dtmega.interop.formats.format import Key
+from dtmega.interop.formats.llama import (
     LLAMA,
     QK_NORMS,
     RULES,
@@ -23,6 +22,8 @@ from dtmega.interop.hf.names.llama import (
     mistral_entries,
     positions,
 )
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
 
 # [model] values for a softmax over all experts, without the features that only DeepSeek-V3 has.
 PLAIN = {
@@ -214,3 +215,5 @@ DEEPSEEK = replace(
 )
 # All of transformers' formats for mixtures.
 HF = (MIXTRAL, QWEN3, DEEPSEEK)
+
+STORED = OwnFormats({"hf": HF})

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from dtmega import config
+from dtmega.checkpoint.sources import Source
 from dtmega.config.families.t5 import T5Keys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
-from dtmega.formats.sources import Source
+from dtmega.data.tokenizers import exported
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
+from dtmega.interop.megatron.forms import T5_FORM
 
 # Kind of feed-forward in transformers -> (our name for the activation, whether the feed-forward is gated).
 FEED_FORWARDS = {
@@ -149,3 +152,5 @@ HF = Format(
     section_from_tensors=_of_tensors,
     from_section=_config_entries,
 )
+
+STORED = OwnFormats({"hf": [HF], "megatron": [T5_FORM]}, vocabulary_of=exported.of_spans)

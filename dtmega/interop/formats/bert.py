@@ -8,9 +8,11 @@ from typing import Any
 
 from dtmega import config
 from dtmega.config.families.bert import BertKeys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
-from dtmega.interop.hf.names.gated import refuse_gated
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.gated import refuse_gated
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
+from dtmega.interop.megatron.forms import BERT_FORM
 from dtmega.models.bert import N_TYPES
 
 # Form of GELU -> names of this form in transformers. Exports write the first name.
@@ -120,3 +122,5 @@ HF = (
         ),
     ),
 )
+
+STORED = OwnFormats({"hf": HF, "megatron": [BERT_FORM]})

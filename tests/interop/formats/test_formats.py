@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dtmega import config, families
+from dtmega.checkpoint.sources import BY_TOKEN, check_stored
 from dtmega.cli.convert import recognise
 from dtmega.config.families.gpt import GPTKeys
-from dtmega.formats.format import Format
-from dtmega.formats.rules import Directions, Heads, Rule, directions
-from dtmega.formats.sources import BY_TOKEN, Cast, Translated
-from dtmega.formats.whole import as_theirs, check_stored
+from dtmega.interop import stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.gpt import HF
+from dtmega.interop.formats.rules import Directions, Heads, Rule, directions
+from dtmega.interop.formats.sources import Cast, Translated
+from dtmega.interop.formats.whole import as_theirs
 from dtmega.interop.hf.files import export, ours
-from dtmega.interop.hf.names.gpt import HF
 from tests.interop.hf.files.test_ours import Memory
 
 H, G, K, D, F, E = 4, 2, 3, 5, 6, 3  # heads, groups of them, width of one, features in, out, experts
@@ -304,7 +306,7 @@ def test_a_gpt2_that_lacks_a_tensor_or_has_another_form_is_refused_by_their_name
 
 # ------------------------------------------------------------------------------------- the formats of our own families
 
-OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.BuiltInFamily)}
+OWN = {name: record for name, record in stored.all_families().items() if record.formats}
 
 
 def small(name: str, **keys: Any) -> config.Model:
@@ -321,7 +323,7 @@ def test_rows_of_padding_are_of_the_tensors_by_token_and_of_no_others(name: str)
 
 # What a class needs beside the values that all of its models have.
 MORE = {"deepseek_v3": {"kv_latent_size": 8, "kv_channels": 6, "rotary_channels": 2, "shared_experts": 1}}
-FORMS_OF_OWN = [pytest.param(name, form, id=form.kind) for name, family in OWN.items() for form in family.formats["hf"]]
+FORMS_OF_OWN = [pytest.param(name, form, id=form.kind) for name, record in OWN.items() for form in record.formats["hf"]]
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS_OF_OWN)

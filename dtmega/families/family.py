@@ -1,23 +1,19 @@
-"""The interface of a model family, and the checks that all families share.
+"""What training asks of a model family, and what all families share.
 
-families.py has one record for each family and is the only file that contains the families' names.
+Each family has a record that answers: one file of this folder, or of someone's own (docs/adding-a-model.md). What files
+of other programs ask of a family is asked elsewhere (`interop/stored.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dtmega import config
 from dtmega.data.objectives.objective import Objective
-from dtmega.data.tokenizers.exported import ExportedTokenizer
-from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.formats.format import Format
-from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.models.model import Model
 from dtmega.models.show import Show
@@ -28,11 +24,12 @@ class Family(Protocol):
     """The interface through which all other code uses a model family.
 
     Attributes:
+        keys: class of the [model] section, for a family from outside of dtmega. Its default of `name` names the
+            family; the classes of dtmega's own families stand in `config/`.
         libraries: libraries, in addition to torch, whose versions must be the same on all ranks.
         directory: whether the model is read from the directory that [model] path names.
-        formats: name of a program in `convert` -> formats in which the program stores the family's models. A program
-            with several classes for these models has several formats.
-        objectives: value of [data] objective -> training objective that the family supports. The default key is "auto".
+        objectives: value of [data] objective -> name of a training objective (`data/objectives/known.py`). The default
+            value is "auto".
         show: kind of sample that is shown at the end of training.
         exact: execution modes for which benchmarks/exact.py has shown bit-identical results on all layouts ([run]
             exact): "eager" or "compiled" blocks, and "tp with pp".
@@ -41,16 +38,16 @@ class Family(Protocol):
     """
 
     @property
+    def keys(self) -> type[config.Model]: ...
+
+    @property
     def libraries(self) -> tuple[str, ...]: ...
 
     @property
     def directory(self) -> bool: ...
 
     @property
-    def formats(self) -> Mapping[str, Sequence[Format]]: ...
-
-    @property
-    def objectives(self) -> Mapping[str, Objective]: ...
+    def objectives(self) -> Mapping[str, str]: ...
 
     @property
     def show(self) -> Show: ...
@@ -138,94 +135,6 @@ class Family(Protocol):
             sizes: resolved size of each mesh axis.
             whole: whole model.
             after: name of the stage's last piece.
-        """
-        ...
-
-    def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, under dtmega's names; None if initial values come from the seed.
-
-        Raises:
-            ValueError: the folder that [model] init_from or path names has no usable weights or has the weights of a
-                different model.
-            Damaged: [model] init_from names a checkpoint that is not intact.
-        """
-        ...
-
-    def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights in a directory saved by transformers, with the names converted to dtmega's names.
-
-        Raises:
-            ValueError: config.json does not agree with the [model] section, or the tensors belong to a different model.
-        """
-        ...
-
-    def their_model(self, model: config.Model, layers: Collection[str]) -> Any:
-        """Describe the transformers model onto which peft loads the adapters of the given layers (a `TheirModel`).
-
-        Raises:
-            ValueError: transformers joins several of the layers into one layer or does not have this model.
-        """
-        ...
-
-    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights that a different program has stored, with the names converted to dtmega's names.
-
-        Args:
-            program: name of the program, a key of `formats`.
-            source: tensors of a whole model, under the program's names; padding rows of the vocabulary are dropped.
-            model: [model] section of the configuration.
-            where: path of the source, for error messages.
-
-        Raises:
-            ValueError: a tensor is missing, is unknown, or has the wrong shape. Reading from the returned source also
-                raises a ValueError if several copies of one parameter differ.
-        """
-        ...
-
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """Convert the tokenizer to the form that an exported directory stores.
-
-        Args:
-            tokenizer: tokenizer of the model.
-            data: [data] section with which the model was trained.
-
-        Raises:
-            ValueError: tokenizer.json cannot express the tokenizer.
-        """
-        ...
-
-    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """Convert a model to the format of a different program.
-
-        Args:
-            program: name of the program, a key of `formats`.
-            source: tensors of the whole model, under dtmega's names.
-            model: [model] section of the configuration.
-
-        Returns:
-            The program's configuration, and the tensors under the program's names. The tensors have no vocabulary
-            padding, and each tied tensor appears only once.
-
-        Raises:
-            ValueError: the program does not support the model, or the source holds a different model.
-        """
-        ...
-
-    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        """Write weights as a directory that transformers can load. All ranks call this method together.
-
-        Args:
-            source: tensors of the whole model, under dtmega's names.
-            folder: directory to write.
-            model: [model] section of the configuration.
-            tokenizer: content of tokenizer.json; None to export the tokenizer in the model's own directory, if that
-                directory has a tokenizer.
-            options: options of `hf.files.export.export`.
-
-        Raises:
-            ValueError: the format cannot express the model, or the weights belong to a different model. Nothing is
-                written.
-            OSError: a file cannot be written.
         """
         ...
 

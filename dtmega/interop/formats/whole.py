@@ -7,21 +7,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtmega import config
-from dtmega.formats.format import Format
-from dtmega.formats.rules import Directions, directions
-from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
+from dtmega.checkpoint.sources import BY_TOKEN, Slices, Source
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.rules import Directions, directions
+from dtmega.interop.formats.sources import Translated
+from dtmega.models.ties import aliases
 
 Build = Callable[[config.Model], Any]  # returns a `models.model.Model`
 SAME = "they are one parameter of this model"
-# A size above this limit is refused if it exceeds every dim of the stored tensors. Smaller sizes need no check, because
-# they take no memory on the meta device.
-PLAUSIBLE_SIZE = 2**20
-# Limit for sequence lengths. PLAUSIBLE_SIZE is too small here, since most models have no tensor as long as a sequence.
-PLAUSIBLE_LENGTH = 2**31
-LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
 
 class TensorNames(NamedTuple):
@@ -39,14 +35,6 @@ class TensorNames(NamedTuple):
     def by_token(self, name: str) -> bool:
         """True if the other side's tensor `name` has one row per token, possibly followed by padding rows."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
-
-
-def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """List each parameter of a model once, with all its names; a tied parameter has several names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.items())
 
 
 def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames:
@@ -124,31 +112,6 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
             missing = next(part for part in parts[known_as[0]] if part not in stored)
             raise ValueError(f"{where} has no '{missing}'")
     return copies
-
-
-def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Before building a model, refuse a [model] section whose sizes cannot match the stored tensors.
-
-    A configuration may be damaged or malicious. Building the model, even on the meta device, could add layer after
-    layer until memory runs out, or request a tensor with more elements than torch can count.
-
-    Args:
-        stored: the stored tensors, under any program's names.
-        where: path of the source, for messages.
-
-    Raises:
-        ValueError: the model has more layers than there are stored tensors, or a size that exceeds both its plausible
-            limit and every dim of the stored tensors.
-    """
-    if model.n_layers > len(stored.tensors):
-        raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
-    largest = 0
-    for _, shape in stored.tensors.values():
-        largest = max(largest, *(shape or (1,)))
-    for key, value in model.model_dump().items():
-        plausible = PLAUSIBLE_LENGTH if LENGTH.fullmatch(key) else PLAUSIBLE_SIZE
-        if type(value) is int and value > max(largest, plausible):
-            raise ValueError(f"{where} has {key}={value}, but the largest dimension of its tensors is {largest}")
 
 
 def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Deduplicated:

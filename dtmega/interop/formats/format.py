@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dtmega import config
-from dtmega.formats.rules import Heads, Rule
-from dtmega.formats.sources import Source
+from dtmega.checkpoint.sources import Source
+from dtmega.interop.formats.rules import Heads, Rule
 
 
 class Key(NamedTuple):

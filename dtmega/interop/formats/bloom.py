@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
-from dtmega.interop.hf.names.gated import refuse_gated
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.gated import refuse_gated
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
+from dtmega.interop.megatron.forms import BLOOM_FORM
 
 
 def _refuse(model: config.Model) -> None:
@@ -47,3 +49,5 @@ HF = Format(
     ),
     refuse=_refuse,
 )
+
+STORED = OwnFormats({"hf": [HF], "megatron": [BLOOM_FORM]})

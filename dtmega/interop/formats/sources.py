@@ -1,4 +1,4 @@
-"""Named tensors that are read in parts, and wrappers that rename, cast, combine or reassemble them.
+"""Wrappers around a `Source` that rename, cast, combine or reassemble its tensors.
 
 Everything is lazy: a read through any stack of wrappers loads only the needed parts from the file.
 """
@@ -8,32 +8,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dtmega.formats.rules import Assembly, RowRun, stored_dims
-
-Slices = tuple[slice, ...]
-# Our tensors that have one row (or one number) per vocabulary token. Only these tensors may have padding rows after the
-# tokens' rows.
-BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
-
-
-class Source(Protocol):
-    """Named tensors that can be read in parts, wherever they are stored.
-
-    Attributes:
-        tensors: dtype and shape of each whole tensor, keyed by tensor name.
-    """
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
-
-    def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read the part `index` of a tensor, or the whole tensor if `index` is None, into host memory."""
-        ...
+from dtmega.checkpoint.sources import Slices, Source
+from dtmega.interop.formats.rules import Assembly, RowRun, stored_dims
 
 
 class Renamed:

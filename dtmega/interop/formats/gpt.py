@@ -6,9 +6,11 @@ from typing import Any
 
 from dtmega import config
 from dtmega.config.families.gpt import GPTKeys
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
-from dtmega.interop.hf.names.gated import refuse_gated
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.gated import refuse_gated
+from dtmega.interop.formats.own import OwnFormats
+from dtmega.interop.formats.rules import Rule
+from dtmega.interop.megatron.core_forms import GPT_FORMS
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
@@ -54,3 +56,5 @@ HF = Format(
     from_section=_config_entries,
     refuse=refuse_gated,
 )
+
+STORED = OwnFormats({"hf": [HF], **GPT_FORMS})

@@ -7,19 +7,18 @@ the logits [N, V]. Any other operation computes the full logits first.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from dtmega.ops.cross_entropy import IGNORED, linear_cross_entropy
-from dtmega.plans import mappings
-from dtmega.plans.loss import vocab_parallel_cross_entropy
-from dtmega.plans.products import product
+from dtmega.ops.vocab_loss import vocab_parallel_cross_entropy
 
 _T: Any = torch.Tensor
 # Functions that need only the logits' shape, dtype or device.
@@ -46,6 +45,7 @@ class Parts(NamedTuple):
         size: number of columns in the full logits, V.
         start: global index of this rank's first row.
         group: ranks over which the rows are sharded; None if this rank has all rows.
+        join: function that makes the full logits of this rank's columns; None if this rank has all rows.
         unchanged: function that returns True if the weight has not changed since the forward.
         scale: factor for the logits before the cap.
         softcap: bound on the logits; None if the logits are not capped.
@@ -57,6 +57,7 @@ class Parts(NamedTuple):
     size: int
     start: int
     group: ProcessGroup | None
+    join: Callable[[Tensor], Tensor] | None
     unchanged: Callable[[], bool]
     scale: float = 1.0
     softcap: float | None = None
@@ -77,7 +78,7 @@ class Parts(NamedTuple):
     def columns(self) -> Tensor:
         """This rank's columns of the logits, [..., V_local]."""
         h, bias = self.scaled()
-        logits = product(h, self.weight, bias)
+        logits = F.linear(h, self.weight, bias)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -108,7 +109,7 @@ class VocabLogits(torch.Tensor):
             return self._changed
         p = self._checked()
         logits = p.columns()
-        return (logits if p.group is None else mappings.join(logits, p.group, -1, p.size)).to(self.dtype)
+        return (logits if p.join is None else p.join(logits)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
         """The cross-entropy of logits [N, V] and targets [N]. Targets of -100 are ignored.
@@ -225,3 +226,85 @@ def _loss(
     if target.is_floating_point() or target.shape != logits.shape[:1]:
         return None
     return logits.cross_entropy(target, reduction, label_smoothing)
+
+
+class FusedHead:
+    """The head of a model, an nn.Linear: [..., D] -> logits [..., V], or `VocabLogits` in a forward with labels.
+
+    Attributes:
+        fused: whether to return `VocabLogits` if there are labels; if False, every forward computes the logits.
+        labelled: whether the current forward has labels; `watch_labels` sets this attribute.
+        gathered_by_fsdp: whether FSDP2 gathers the weight for each forward.
+        calls: number of forwards so far.
+    """
+
+    def __init__(self, fused: bool = True) -> None:
+        self.fused, self.labelled = fused, False
+        self.gathered_by_fsdp, self.calls = False, 0
+
+    def fuse(self, module: Any) -> None:
+        """Fuse head and loss on a rank that has the whole head, whose parameters stay unchanged.
+
+        Raises:
+            ValueError: the module's class has a forward of its own.
+        """
+        if type(module).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"head and loss are computed together for a Linear: it would replace the forward of "
+                f"{type(module).__name__}, which it does not know"
+            )
+
+        def forward(module: Any, x: Tensor) -> Tensor:
+            return self.logits(module.weight, x, module.weight, module.bias)
+
+        module.forward = types.MethodType(forward, module)
+
+    def logits(
+        self,
+        parameter: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        start: int = 0,
+        group: ProcessGroup | None = None,
+        join: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """The logits of this forward.
+
+        Args:
+            parameter: the head's whole weight, [V, D].
+            x, weight, bias, start, group, join: fields of `Parts`.
+        """
+        self.calls += 1
+        version, call = parameter._version, self.calls
+
+        def unchanged() -> bool:
+            # In every forward, FSDP2 gathers the weight into one reused buffer without changing the tensor's version.
+            # So after a later forward, the weight counts as changed.
+            return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
+
+        logits = VocabLogits(Parts(x, weight, bias, parameter.shape[0], start, group, join, unchanged))
+        return logits if self.fused and self.labelled else logits.whole()
+
+
+def watch_labels(model: nn.Module, head: FusedHead) -> None:
+    """Before each forward of `model`, record in the head whether the call has labels."""
+
+    def note_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        head.labelled = kwargs.get("labels") is not None
+
+    model.register_forward_pre_hook(note_labels, with_kwargs=True)
+
+
+def fuse_loss(stage: nn.Module, model: Any) -> None:
+    """Compute head and loss together, for the trainer, on a rank that has the whole head.
+
+    Args:
+        stage: the module that the trainer calls, with or without labels.
+        model: the `transformers` model in `stage`: all layers, or those of one pipeline stage.
+    """
+    module = model.get_output_embeddings()
+    if isinstance(module, nn.Linear):
+        head = FusedHead()
+        head.fuse(module)
+        watch_labels(stage, head)

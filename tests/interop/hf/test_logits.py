@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega.interop.hf.tp.logits import VocabLogits
-from dtmega.interop.hf.tp.vocab import LogitsHead
+from dtmega.interop.hf.logits import FusedHead, VocabLogits
 from dtmega.ops import cross_entropy as loss_room
 
 B, S, D, V = 2, 5, 8, 13
@@ -27,8 +26,8 @@ def head(bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return module
 
 
-def fused(module: nn.Linear) -> tuple[nn.Linear, LogitsHead]:
-    word = LogitsHead(fused=True)
+def fused(module: nn.Linear) -> tuple[nn.Linear, FusedHead]:
+    word = FusedHead()
     word.fuse(module)
     word.labelled = True
     return module, word
@@ -132,16 +131,16 @@ def test_a_forward_without_labels_or_with_a_fused_loss_switched_off_has_plain_lo
     torch.testing.assert_close(module(hidden()), head(True)(hidden()))
 
 
-def changed(module: nn.Linear, word: LogitsHead) -> None:
+def changed(module: nn.Linear, word: FusedHead) -> None:
     with torch.no_grad():
         module.weight.mul_(2)
 
 
-def freed(module: nn.Linear, word: LogitsHead) -> None:
+def freed(module: nn.Linear, word: FusedHead) -> None:
     module.weight.untyped_storage().resize_(0)
 
 
-def gathered_again(module: nn.Linear, word: LogitsHead) -> None:
+def gathered_again(module: nn.Linear, word: FusedHead) -> None:
     word.gathered_by_fsdp = True
     module(hidden())
 
