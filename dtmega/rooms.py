@@ -417,6 +417,13 @@ def exact():
 # Layouts: axes of the mesh, adapters, experts, optimizers.
 
 
+def compiled_softmax():
+    """Compiled kernels of the loss: [compile] enable on a GPU."""
+    from dtmega.ops import compiled_softmax
+
+    return compiled_softmax
+
+
 def cpu_attention():
     """Attention as batched products: a CPU with bfloat16 instructions."""
     from dtmega.ops.cpu import attention
