@@ -48,7 +48,7 @@ ROOMS = {
     "preparing text": ["data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
-    "float16": ["ops.loss_scale"],
+    "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
     "starting weights": ["checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
     "changes": ["checkpoint.changes"],

@@ -4,7 +4,7 @@
 - `attention.py`, `attention_rule.py`, `key_value_cache.py`: attention
 - `cross_entropy.py`, `softmax.py`, `head_gradient.py`: cross-entropy over a vocabulary that may be sharded
 - `shards.py`: the part of a tensor that a rank holds
-- `optim/`, `loss_scale.py`: optimizers, and the loss scale of float16
+- `optim/`: optimizers
 - `cost.py`: parameter and FLOP counts
 - `ranges.py`: named ranges in profiles
 - `cpu/`: kernels that only CPUs need

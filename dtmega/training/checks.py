@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtmega import config, families
+from dtmega import config, families, rooms
 from dtmega.ops import cost, optim
 from dtmega.pipelining import schedule
 from dtmega.plans.expert_parallel import check_divisible
-from dtmega.training import exact
 from dtmega.training.choices import compiling
 
 SIZES = ("vocab_size", "hidden_size", "ffn_hidden_size", "kv_channels", "max_position_embeddings")
@@ -24,7 +23,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             be combined. The message states the reason and the keys to change.
     """
     check_model(cfg, sizes)
-    exact.check(cfg, sizes, device)
+    if cfg.run.exact:
+        rooms.exact().check(cfg, sizes, device)
     check_pipeline(cfg, sizes, device, families.pieces(cfg.model) if sizes["pp"] > 1 else [])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtmega import config, families, mesh
+from dtmega import config, families, mesh, rooms
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, reshards, wraps
 from dtmega.fsdp.replicas import Replicas
 from dtmega.fsdp.shard_sums import ShardSums
@@ -41,7 +41,6 @@ from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import copies_of_stages
 from dtmega.plans import keep_gathered
 from dtmega.plans.expert_parallel import divide
-from dtmega.training import exact
 from dtmega.training.choices import accumulates, compiling
 from dtmega.training.recompute import recompute
 from dtmega.training.sharded_model import ShardedModel
@@ -68,7 +67,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
     model.matrices = matrices
     if cfg.run.exact:
-        model.exact = exact.sums(world, whole, stages, partial)
+        model.exact = rooms.exact().sums(world, whole, stages, partial)
     else:
         model.sharded = accumulates(cfg, world.sizes, mesh.memory_bytes(world.device)) == "sharded"
     if world.sizes["cp"] > 1:

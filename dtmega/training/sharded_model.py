@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
 from dtmega.formats.sources import Source
 from dtmega.fsdp import release, sync_gradients
-from dtmega.fsdp.exact import ExactSums
 from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
@@ -38,7 +37,9 @@ from dtmega.ops.shards import boxes, local
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import sum_partial_gradients
-from dtmega.training import exact
+
+if TYPE_CHECKING:
+    from dtmega.fsdp.exact import ExactSums
 
 
 class ShardedModel:
@@ -133,7 +134,7 @@ class ShardedModel:
             in the `loss` group add up to the sums over the global batch.
         """
         factor = 1.0 if scale is None else scale
-        tally = Tally(self.objective.sums, self.world.device, counts, factor, exact=self.exact is not None)
+        tally = Tally(self.objective.sums, self.world.device, counts, factor, self.exact and self.exact.rounded)
         if self.exact is not None:
             self.exact.begin(len(microbatches) * self.world.data_size, factor)
         if scale is not None:
@@ -246,7 +247,7 @@ class ShardedModel:
     @torch.no_grad()
     def forward_only(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
         """Compute this rank's contribution to each sum, without gradients. The caller must `release` the stages."""
-        tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
+        tally = Tally(self.objective.sums, self.world.device, rounded=self.exact and self.exact.rounded)
         with self._shared(microbatches) as parts:
             if self.pipeline is not None:
                 self.pipeline.evaluate(parts, tally)
@@ -309,7 +310,7 @@ class ShardedModel:
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
         if params_norm and self.exact is not None:
-            values["params_norm"] = exact.weights_norm(self.exact, self.counted_once(), group)
+            values["params_norm"] = self.exact.weights_norm(self.counted_once(), group)
         elif params_norm:
             values["params_norm"] = optim.total_norm(self.weights(), device, group)
         return values

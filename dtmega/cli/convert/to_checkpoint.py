@@ -13,9 +13,8 @@ from dtmega.checkpoint.data_files import DataFile
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import split_path
-from dtmega.checkpoint.state import ELSEWHERE, Progress, State
+from dtmega.checkpoint.state import ELSEWHERE, Progress, ScaleState, State
 from dtmega.formats.sources import Source
-from dtmega.ops.loss_scale import ScaleState
 
 CONFIG = "config.toml"
 

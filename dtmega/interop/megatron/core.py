@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtmega.checkpoint.state import ScaleState
 from dtmega.files.untrusted_json import read_object
 from dtmega.formats.rules import Assembly, RowRun
 from dtmega.formats.sources import Source, Translated
@@ -27,7 +28,6 @@ from dtmega.interop.megatron.ranks import arguments, iteration_of
 from dtmega.interop.megatron.saved import SavedFile, entries
 from dtmega.interop.torch_files.dcp import DCPFolder
 from dtmega.interop.torch_files.inert import of_type
-from dtmega.ops.loss_scale import ScaleState
 
 METADATA = "metadata.json"
 COMMON = "common.pt"
