@@ -67,7 +67,7 @@ ROOMS = {
     "data workers": ["data.workers", "data.worker_signals"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
-    "float16": ["ops.loss_scale"],
+    "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
     "starting weights": ["checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
     "changes": ["checkpoint.changes"],
