@@ -3,7 +3,7 @@
 - `keyed.py`: random numbers without a generator
 - `attention.py`, `attention_rule.py`, `key_value_cache.py`, `context_parallel.py`: attention
 - `expert_parallel.py`: experts on several ranks
-- `cross_entropy.py`, `head_gradient.py`, `softmax.py`, `compiled_softmax.py`: cross-entropy, of a sharded vocabulary too
+- `cross_entropy.py`, `head_gradient.py`, `softmax.py`, `compiled_softmax.py`: cross-entropy over a vocabulary
 - `shards.py`: the part of a tensor that a rank holds
 - `optim/`: optimizers
 - `cost.py`: parameter and FLOP counts
