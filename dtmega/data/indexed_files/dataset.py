@@ -19,8 +19,8 @@ from dtmega.config.reading import as_list
 from dtmega.data.indexed_files.idx_file import read_index
 from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
 from dtmega.files.object_file import ObjectFile
-from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
+from dtmega.files.urls import is_object_store
 
 CHUNK = 1 << 20  # number of entries checked at a time, to bound the memory needed to open a file
 

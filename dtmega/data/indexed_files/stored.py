@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.files.object_file import Changed, ObjectFile
-from dtmega.files.object_requests import Unreachable, at_start
+from dtmega.files.outages import Unreachable, at_start
 
 KEY = "[data] path"
 MAX_RECORD_BYTES = 1 << 16
