@@ -1,4 +1,4 @@
-"""A family from outside of dtmega, tests/outside/neox.py: its numbers are the original's, and no layout changes them."""
+"""A family from outside of dtmega (tests/outside/neox.py): its numbers are the original's, on every layout."""
 
 from __future__ import annotations
 
