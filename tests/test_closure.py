@@ -1,20 +1,18 @@
 """Claims about what a run loads: the rooms that its configuration asks for, and no other.
 
 Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is
-prepared already. `benchmarks/loaded.py` prints the same, with lines.
+prepared already (`benchmarks/loaded.py`, which prints the files with their lines).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
+from benchmarks.loaded import loaded
 from dtmega.data import default_corpus
 from dtmega.data.tokenizers.load import load_tokenizer
 
@@ -90,21 +88,6 @@ RUNS = {
     "bloom over tp": (2, ["--mesh.tp", "2"], {"bloom", "tp"}),
     "hf": (1, ["--model.path", "model", "--data.tokenizer", "stdlib-8k"], {"transformers"}),
 }
-SHORT = (
-    *("--run.device", "cpu", "--train.steps", "2", "--eval.interval", "2", "--eval.steps", "1"),
-    *("--precision.params", "float32"),
-    *("--eval.sample_tokens", "2", "--data.num_workers", "0", "--log.tensorboard", "false"),
-)
-RUN = """
-import json, os, sys
-from pathlib import Path
-from dtmega import train
-from dtmega.distributed import process
-code = train.main(sys.argv[2:])
-loaded = sorted(name.removeprefix("dtmega.") for name in sys.modules if name.startswith("dtmega."))
-Path(sys.argv[1], "loaded-" + os.environ.get("RANK", "0")).write_text(json.dumps(loaded))
-process.leave(code)
-"""
 
 
 def rooms_of(module: str) -> set[str]:
@@ -125,42 +108,39 @@ def small_llama(folder: Path) -> None:
     LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
 
 
-def loaded(name: str, folder: Path) -> list[str]:
-    """The modules of dtmega that any rank has loaded when the run ends, without 'dtmega.'."""
+def modules_of(name: str, folder: Path) -> list[str]:
+    """The modules of dtmega that any rank of a run has loaded when the run ends, without 'dtmega.'."""
     n_ranks, options, _ = RUNS[name]
     config = name.split()[0]
     if config == "hf":
         small_llama(folder / "model")
     default_corpus.prepare(load_tokenizer("stdlib-8k"))
-    program = folder / "run.py"
-    program.write_text(RUN)
-    launch = [sys.executable]
-    if n_ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launch += ["--nproc-per-node", str(n_ranks)]
-    command = [*launch, str(program), ".", "--config", f"{config}.toml", *SHORT, *options, "--run.dir", "run"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    modules: set[str] = set()
-    for rank in range(n_ranks):
-        modules |= set(json.loads((folder / f"loaded-{rank}").read_text()))
-    return sorted(modules)
+    return [module_of(file) for file in loaded(["--config", f"{config}.toml", *options], folder, n_ranks)]
+
+
+def module_of(file: Path) -> str:
+    """The name of the module in a file of the package, without 'dtmega.'."""
+    return ".".join(file.with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_loads_the_rooms_that_it_asks_for_and_no_other(name: str, tmp_path: Path):
     opened = RUNS[name][2]
-    modules = loaded(name, tmp_path)
+    modules = modules_of(name, tmp_path)
     unasked = {module: rooms for module in modules if (rooms := rooms_of(module)) and not rooms & opened}
     assert unasked == {}
     assert opened == {room for room in opened if any(room in rooms_of(module) for module in modules)}
 
 
 def test_every_room_is_there():
-    modules = [
-        ".".join(file.relative_to(ROOT / "dtmega").with_suffix("").parts).removesuffix(".__init__")
-        for file in (ROOT / "dtmega").rglob("*.py")
-    ]
+    package = ROOT / "dtmega"
+    modules = [module_of(file.relative_to(package)) for file in package.rglob("*.py")]
     served = {room for module in modules for room in rooms_of(module)}
     assert sorted(ROOMS.keys() - served) == []
+
+
+def test_the_reading_list_is_what_a_run_of_bloom_loads(tmp_path: Path):
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
+    default_corpus.prepare(load_tokenizer("stdlib-8k"))
+    assert sorted(listed) == [str(file) for file in loaded(["--config", "bloom.toml"], tmp_path)]
