@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dtmega.data.preparing.corpus import prepare_stdlib
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data import default_corpus
+from dtmega.data.tokenizers.load import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,20 +52,31 @@ ROOMS = {
     "pp": ["pipelining", "training.pipelined"],
     "fsdp": ["fsdp"],
     "tp": ["plans"],
-    "object stores": ["files.object_file", "files.object_requests", "checkpoint.objects", "data.indexed_files.stored*"],
+    "object stores": [
+        "files.object_file",
+        "files.object_requests",
+        "checkpoint.objects",
+        "data.indexed_files.stored*",
+        "data.objectives.stored_rows",
+    ],
     "conversations": ["data.indexed_files.conversations", "data.sampling.packs", "data.objectives.conversations"],
     "prefixes": ["data.objectives.prefixes"],
     "spans and masks": ["data.objectives.denoising"],
     "megatron's orders": ["data.megatron"],
-    "preparing text": ["data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"],
+    "preparing text": [
+        *("data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"),
+        "data.indexed_files.pair_files",
+    ],
+    "data workers": ["data.workers", "data.worker_signals"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
-    "float16": ["ops.loss_scale"],
+    "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
     "starting weights": ["training.weights_beside", "checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
     "changes": ["checkpoint.changes"],
     "planning": ["planning"],
     "reports": ["report"],
+    "refusals": ["config.refusals"],
     "synonyms": ["config.suggestions"],
     "help": ["config.help"],
     "mixtures": ["config.mixtures"],
@@ -121,7 +132,7 @@ def loaded(name: str, folder: Path) -> list[str]:
     config = name.split()[0]
     if config == "hf":
         small_llama(folder / "model")
-    prepare_stdlib(load_tokenizer("stdlib-8k"))
+    default_corpus.prepare(load_tokenizer("stdlib-8k"))
     program = folder / "run.py"
     program.write_text(RUN)
     launch = [sys.executable]

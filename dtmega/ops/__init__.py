@@ -5,7 +5,7 @@
 - `expert_parallel.py`: experts on several ranks
 - `cross_entropy.py`, `head_gradient.py`, `softmax.py`, `compiled_softmax.py`: cross-entropy over a vocabulary
 - `shards.py`: the part of a tensor that a rank holds
-- `optim/`, `loss_scale.py`: optimizers, and the loss scale of float16
+- `optim/`: optimizers
 - `cost.py`: parameter and FLOP counts
 - `ranges.py`: named ranges in profiles
 - `cpu/`: kernels that only CPUs need
