@@ -25,6 +25,7 @@ ROOMS = {
     "llama": ["models.llama", "plans.llama", "families.llama", "config.families.llama"],
     "moe": [
         "config.families.llama",
+        "models.llama",
         "models.moe",
         "models.latent_attention",
         "plans.moe",
