@@ -414,7 +414,70 @@ def exact():
     return exact
 
 
+def exact_machine():
+    """What decides the bits of products on this machine: [run] exact."""
+    from dtmega.training.exact import machine
+
+    return machine
+
+
+def exact_record():
+    """The digests of each step, for `dtmega replay`: [run] exact."""
+    from dtmega.training.exact import record
+
+    return record
+
+
+def loss_scale():
+    """A factor on the loss: [precision] params = "float16"."""
+    from dtmega.training import loss_scale
+
+    return loss_scale
+
+
+def spikes():
+    """Steps with a conspicuous loss or gradient, which are skipped: [train] skip_spikes."""
+    from dtmega.ops.optim import spikes
+
+    return spikes
+
+
+def profile():
+    """Traces of chosen steps: [profile], or a file `profile-now` in the run directory."""
+    from dtmega.training import profile
+
+    return profile
+
+
+def trackers():
+    """wandb, mlflow and trackio: [log] trackers."""
+    from dtmega.training.records import trackers
+
+    return trackers
+
+
+def rank_log():
+    """A log of each rank: [log] ranks = "all"."""
+    from dtmega.training.records import rank_log
+
+    return rank_log
+
+
+def expert_loads():
+    """The record of the experts' loads: models with experts."""
+    from dtmega.training.records import loads
+
+    return loads
+
+
 # Layouts: axes of the mesh, adapters, experts, optimizers.
+
+
+def compiled_softmax():
+    """Compiled kernels of the loss: [compile] enable on a GPU."""
+    from dtmega.ops import compiled_softmax
+
+    return compiled_softmax
 
 
 def cpu_attention():

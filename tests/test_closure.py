@@ -40,13 +40,15 @@ ROOMS = {
     "plans of transformers": ["interop.hf.tp"],
     "proofs on transformers": ["interop.hf.context_proof", "interop.hf.rows_proof"],
     "longrope": ["interop.hf.rope"],
-    "lora": ["models.lora", "plans.adapters"],
+    "lora": ["models.lora", "plans.adapters", "training.adapter_proof"],
     "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
     "ep": ["ops.expert_parallel", "interop.hf.expert_parallel"],
+    "recomputation": ["training.recompute"],
+    "compiled blocks": ["training.compiled_proof", "ops.compiled_softmax"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
     "cp": ["ops.context_parallel", "ops.sequence_exchange", "interop.hf.context"],
-    "pp": ["pipelining"],
+    "pp": ["pipelining", "training.pipelined"],
     "fsdp": ["fsdp"],
     "tp": ["plans"],
     "object stores": [
@@ -67,9 +69,9 @@ ROOMS = {
     "data workers": ["data.workers", "data.worker_signals"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
-    "float16": ["ops.loss_scale"],
+    "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
-    "starting weights": ["checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
+    "starting weights": ["training.weights_beside", "checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
     "changes": ["checkpoint.changes"],
     "planning": ["planning"],
     "reports": ["report"],
@@ -90,6 +92,7 @@ RUNS = {
 }
 SHORT = (
     *("--run.device", "cpu", "--train.steps", "2", "--eval.interval", "2", "--eval.steps", "1"),
+    *("--precision.params", "float32"),
     *("--eval.sample_tokens", "2", "--data.num_workers", "0", "--log.tensorboard", "false"),
 )
 RUN = """

@@ -1,4 +1,4 @@
-"""A family from outside of dtmega, tests/outside/neox.py: it has the original's numbers, and they are no layout's."""
+"""A family from outside of dtmega (tests/outside/neox.py): its numbers are the original's, on every layout."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dtmega import rooms
 from dtmega.data.indexed_files.idx_file import read_index
-from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
+from dtmega.files.urls import is_object_store
 
 if TYPE_CHECKING:
     from dtmega.data.indexed_files.stored import StoredPair, StoredTokens

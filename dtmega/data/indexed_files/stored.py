@@ -30,7 +30,8 @@ from dtmega.data.indexed_files import MAX_RECORD_BYTES
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.lost import DataLost
 from dtmega.files.object_file import Changed, ObjectFile
-from dtmega.files.object_requests import PARALLEL, PART_BYTES, Unreachable, at_start
+from dtmega.files.object_requests import PARALLEL, PART_BYTES
+from dtmega.files.outages import Unreachable, at_start
 
 KEY = "[data] path"
 

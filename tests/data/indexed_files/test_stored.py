@@ -27,7 +27,7 @@ from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import Text, fingerprint, open_text
 from dtmega.files import object_file, object_requests
-from dtmega.files.object_requests import Unreachable
+from dtmega.files.outages import Unreachable
 from tests.layouts import FAMILIES, FORMS, write_data
 from tests.object_server import BUCKET, Object, Request, Server
 from tests.stored_data import reads, store
