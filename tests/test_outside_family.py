@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from dtmega import families
 from tests import layouts, ranks
 from tests.outside import neox
 
+ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = Path(neox.__file__).parent
 V, S = 131, 29
 NAMES = {
@@ -139,3 +143,59 @@ def test_a_layout_gives_the_numbers_of_one_process(truth: layouts.Run, tmp_path:
     run = train_on(2 ** len(keys), tmp_path, keys)
     found = layouts.deviation(run, truth)
     assert all(found[quantity] <= bound for quantity, bound in layouts.FP32.items()), found
+
+
+def ended(folder: Path, *command: str, package: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program in `folder`; `package` is the folder of an installed package that registers the family."""
+    paths = os.pathsep.join([str(ROOT), package]) if package else str(ROOT)
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def by_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of the script on two ranks, with a data worker each, which it then goes on with."""
+    folder = tmp_path_factory.mktemp("script")
+    data = layouts.write_text(folder / "data")
+    options = [word for k, v in data.items() for word in (f"--{k}", v)]
+    two = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    script = [str(OUTSIDE / "train_neox.py"), "--config", str(OUTSIDE / "neox.toml"), "--run.dir", "run", *options]
+    first = ended(folder, *two, *script, "--mesh.tp", "2", "--data.num_workers", "1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = ended(folder, *script, "--train.steps", "4")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resumed at step 3" in second.stdout
+    return folder
+
+
+@pytest.mark.full
+def test_a_script_registers_it_for_its_ranks_and_its_data_workers(by_script: Path, truth: layouts.Run):
+    lines = [json.loads(line) for line in (by_script / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[:3] == pytest.approx(truth.loss.tolist(), rel=1e-5)
+    assert len(losses) == 4
+
+
+GENERATE = ("-m", "dtmega", "generate", "--run", "run", "--prompt", "w1 w2", "--tokens", "2")
+
+
+@pytest.mark.full
+def test_its_checkpoint_opens_only_where_its_record_is_registered(by_script: Path, tmp_path: Path):
+    refused = ended(by_script, *GENERATE)
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert "got 'neox'; a family from elsewhere is known once families.register has its record" in refused.stderr
+    described = ended(by_script, "-m", "dtmega", "inspect", "run")
+    assert "neox: 68,928 parameters" in described.stdout
+    metadata = tmp_path / "neox-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: neox\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[dtmega.families]\nneox = registers_neox\n")
+    (tmp_path / "neox.py").write_text((OUTSIDE / "neox.py").read_text())
+    (tmp_path / "registers_neox.py").write_text(
+        "import neox\nfrom dtmega import families\nfamilies.register(neox.RECORD)\n"
+    )
+    opened = ended(by_script, *GENERATE, package=str(tmp_path))
+    assert opened.returncode == 0, opened.stderr
+    assert opened.stdout.startswith("w1 w2")
