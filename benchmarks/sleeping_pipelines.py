@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.data.objectives.sums import Sum, Tally
-from dtmega.pipelining.schedule import Pipeline
+from dtmega.pipelining.pipeline import Pipeline
 from dtmega.pipelining.stage import Stage
 from dtmega.pipelining.table import SCHEDULES, Action, Table, make_table, named_table, sent_after, simulate, stages_in
 from tests import ranks

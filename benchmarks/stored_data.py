@@ -20,7 +20,7 @@ import numpy as np
 from dtmega import config
 from dtmega.data.indexed_files.stored import planned
 from dtmega.data.indexed_files.writer import IndexedWriter
-from dtmega.data.objectives.known import OBJECTIVES
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import open_text
 from tests.object_server import serving
@@ -74,7 +74,7 @@ def rows_of(path: str) -> StoredRows:
         "train": {"steps": STEPS},
         "eval": {"steps": 1},
     }
-    rows = open_text(config.validate(values, "a benchmark"), OBJECTIVES[0]).rows("train")
+    rows = open_text(config.validate(values, "a benchmark"), NEXT_TOKEN).rows("train")
     assert isinstance(rows, StoredRows)
     return rows
 

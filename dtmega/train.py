@@ -377,7 +377,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run.health.after_step(step, done.loss)
     if warning := run.pace.after_step(len(samples) * cfg.data.seq_len, times, due(step, cfg.log.interval)):
         metrics.message(warning)
-    if due(step, cfg.log.interval) and (warning := run.model.loads.unused()):
+    if due(step, cfg.log.interval) and run.model.loads is not None and (warning := run.model.loads.unused()):
         metrics.message(warning)
     if run.log is not None and due(step, cfg.log.interval):
         run.log.line(times.in_words(f"step {step} | loss {done.loss:.4f} | grad_norm {done.grad_norm:.2f}"))

@@ -25,10 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import TrainBatches
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.data.tokenizers.tokenizer_json import to_json
-from dtmega.fsdp import release
+from dtmega.interop import stored
 from dtmega.models.generate import Sampling, generate
 from dtmega.ops import cost, optim
 from dtmega.ops.shards import local
@@ -93,7 +93,7 @@ print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens
 
 # %%
 model = parallelize(cfg, mesh.start(device, sizes))
-weights = families.of(cfg.model).weights(cfg.model)
+weights = stored.weights(cfg.model)
 if weights is None:
     model.draw(cfg.run.seed)
 else:
@@ -140,7 +140,7 @@ sampling = Sampling(vocab_size=text.tokenizer.vocab_size, end_ids=frozenset({tex
 print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, sampling)))
 
 # %%
-release(model.stages[0])  # sampling leaves the weights gathered, in bf16
+model.release()  # sampling leaves the weights gathered, in bf16
 hf = model.stages[0].hf  # on one device each local part is the whole parameter
 hf.save_pretrained(out, state_dict={name: local(p).detach().cpu() for name, p in hf.state_dict().items()})
 trained = AutoModelForCausalLM.from_pretrained(out)

@@ -29,6 +29,7 @@ from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.tensors import tensors_of
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import IGNORED, StepBatch
+from dtmega.interop import stored
 from dtmega.interop.hf.tp.verify import deviation
 from dtmega.mesh import World
 from dtmega.ops import optim, shards
@@ -196,7 +197,7 @@ def errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str,
 
 def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, int]:
     """The model with the weights of its directory, and the bytes read for it."""
-    model, source = parallelize(cfg, world), families.of(cfg.model).weights(cfg.model)
+    model, source = parallelize(cfg, world), stored.weights(cfg.model)
     assert source is not None
     load_weights(source, model.stored_tensors(), cfg.model.vocab_size)
     return model, source.bytes_read

@@ -23,6 +23,7 @@ from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.objectives import known
 from dtmega.interop.megatron.launch.architecture import THEIR_T5
 from dtmega.ops.shards import boxes
 from dtmega.training import device_peaks, start
@@ -515,7 +516,8 @@ def write_sentences(folder: Path, n_words: int = 123) -> dict[str, str]:
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
     """Write the data of each family, and of each form of one; returns the keys that name them."""
     text, sentences = write_text(folder), write_sentences(folder)
-    found = {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
+    objectives = {name: known.objective(families.named(name).objectives["auto"]) for name in FAMILIES}
+    found = {name: sentences if objectives[name].sentences else text for name in FAMILIES}
     n_sentinels = FAMILIES["t5"]["data.sentinels"]
     found["t5"] = write_text(folder / "t5", n_sentinels)
     found["separate-spans"] = write_sentences(folder / "separate-spans", 123 - len(["[BOS]", "[EOS]"]) - n_sentinels)

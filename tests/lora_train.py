@@ -18,8 +18,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.checkpoint.base import Base
+from dtmega.interop import stored
 from dtmega.mesh import World
 from dtmega.models.initial import draw
 from dtmega.models.lora import is_adapter
@@ -28,6 +29,7 @@ from dtmega.ops.shards import boxes, local
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import train_step
+from dtmega.training.weights_beside import load_beside
 from tests import hf_models, hf_train
 from tests.hf_models import Case
 
@@ -141,10 +143,10 @@ def configured(where: str, keys: Mapping[str, Any], asked: Asked, **more: dict[s
 
 def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, Base]:
     """The model with its base's weights and new adapters, and what is known of the base."""
-    source = families.of(cfg.model).weights(cfg.model)
+    source = stored.weights(cfg.model)
     assert source is not None
     model = parallelize(cfg, world)
-    base = model.load_beside(source, cfg, None, list)
+    base = load_beside(model, source, cfg, None, list)
     assert base is not None
     return model, base
 

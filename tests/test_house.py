@@ -110,16 +110,16 @@ def test_the_table_has_no_function_that_nobody_calls():
     assert [name for name, targets in table().items() if not targets <= {*called}] == []
 
 
-def test_only_families_brings_models_and_plans_together():
+def test_only_the_records_of_families_bring_models_and_plans_together():
     both = [
         module
         for module, targets in imports().items()
-        if any(in_room(target, "dtmega.models") for target in targets if target != "dtmega.models.family")
+        if any(in_room(target, "dtmega.models") for target in targets)
         and any(in_room(target, "dtmega.plans") for target in targets)
-        and not in_room(module, "dtmega.interop")
+        and not in_room(module, "dtmega.families", "dtmega.interop")
     ]
-    # The last two take any model and any plan: they shard the model, draw its values and sum its gradients.
-    assert sorted(both) == ["dtmega.families", "dtmega.training.parallelize", "dtmega.training.sharded_model"]
+    # It takes any model and any plan.
+    assert sorted(both) == ["dtmega.training.parallelize"]
 
 
 def test_the_tests_of_a_module_lie_where_the_module_lies():
@@ -137,7 +137,7 @@ def core() -> list[Path]:
 def test_the_core_can_be_read_without_the_annexes():
     files = {str(file.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__") for file in core()}
     needing = {module for module in files if any(in_room(target, *ANNEXES) for target in imports()[module])}
-    assert needing == {"dtmega.families"}
+    assert needing == {"dtmega.families", "dtmega.families.built_in", "dtmega.training.start"}
 
 
 def test_the_names_that_plans_lends_are_those_of_the_room_for_transformers():

@@ -29,7 +29,7 @@ from dtmega import config
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import State
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import Text, open_text
 from dtmega.distributed.watchdog import Watch
 from dtmega.ops import optim

@@ -15,13 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.base import Digesting
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import open_trained
+from dtmega.interop import stored
 from tests.layouts import FAMILIES, PAIRS, tensors, write_text
 from tests.resumed import Record, Training, train_all
 
@@ -148,7 +149,7 @@ def test_what_is_frozen_later_stays_in_the_checkpoints_with_what_it_had_learned(
 def test_a_run_with_frozen_weights_is_read_with_those_of_its_base():
     run = records()["frozen"]
     section = config.model_section(state_of(open_checkpoint(str(run))).config["model"], "test")
-    weights = families.of(section).weights(section.model_copy(update={"init_from": str(run)}))
+    weights = stored.weights(section.model_copy(update={"init_from": str(run)}))
     assert weights is not None
     assert torch.equal(weights.read("embed.weight"), record("base").final["embed.weight"])
     assert torch.equal(weights.read("norm.weight"), record("frozen").final["norm.weight"])
@@ -306,10 +307,9 @@ def test_weights_for_other_formats_are_written_only_with_adapters_merged(target:
 
 
 def test_merged_weights_are_the_start_of_another_run_that_trains_everything(tmp_path: Path):
-    source = families.of(config.Llama()).weights
     merged = load_file(exported()["1, merged"] / "model.safetensors")
     model = config.model_section(state_of(open_checkpoint(str(records()["1"]))).config["model"], "test")
-    weights = source(model.model_copy(update={"init_from": str(records()["1"])}))
+    weights = stored.weights(model.model_copy(update={"init_from": str(records()["1"])}))
     assert weights is not None
     theirs = merged["model.layers.0.self_attn.q_proj.weight"]
     assert (weights.read("layers.0.attn.q.weight") - theirs).abs().max() <= 1e-7

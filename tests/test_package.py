@@ -52,7 +52,7 @@ def test_installed_without_the_repository_it_trains_a_configuration_by_name_with
     done = trained(site, [sys.executable, "-X", "importtime", "-m", "dtmega"], corpus, tmp_path)
     assert "step 1/1 | loss " in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "dtmega.plans.apply" in imported
+    assert "dtmega.training.parallelize" in imported
     assert not imported & UNNEEDED
 
 

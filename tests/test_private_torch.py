@@ -35,7 +35,7 @@ TORCH = {
         ("planning/counting/recorder.py",), "whose buffers are FSDP's"
     ),
     "torch._C.DisableTorchFunctionSubclass": Private(
-        ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
+        ("interop/hf/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
     ),
     "torch._C._distributed_c10d": Private(
         ("distributed/flight_recorder.py",), "holder of the next, and of `_dump_nccl_trace` in builds with CUDA"
@@ -61,18 +61,18 @@ TORCH = {
         "torch detaches sent tensors in place: clone views; how a graph's result is made again",
     ),
     "torch.Tensor._make_wrapper_subclass": Private(
-        ("interop/hf/tp/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
+        ("interop/hf/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
     ),
     "torch.Tensor._post_accumulate_grad_hooks": Private(
         ("fsdp/masters.py",), "run the hooks of a master weight, which backward never visits: it visits the copy"
     ),
     "torch.Tensor._version": Private(
-        ("interop/hf/tp/vocab.py",), "notice that the optimizer changed a weight between forward and use"
+        ("interop/hf/logits.py",), "notice that the optimizer changed a weight between forward and use"
     ),
     "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
     "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),
     "torch.distributed._functional_collectives": Private(
-        ("models/routing.py", "ops/context_parallel.py", "plans/mappings.py"),
+        ("models/routing.py", "ops/sequence_exchange.py", "plans/mappings.py"),
         "collectives that torch.compile can trace; dist.* breaks the graph",
     ),
     "torch.distributed.distributed_c10d._get_default_store": Private(
@@ -100,10 +100,10 @@ TORCH = {
         ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": Private(
-        ("pipelining/schedule.py",), "runs a schedule from a CSV file"
+        ("pipelining/pipeline.py",), "runs a schedule from a CSV file"
     ),
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv": Private(
-        ("pipelining/schedule.py",), "reads that file"
+        ("pipelining/pipeline.py",), "reads that file"
     ),
     "torch.distributed.tensor.DTensor._op_dispatcher": Private(
         ("interop/hf/tp/generic.py",), "holder of the next; torch's public context ends before backward begins"
@@ -142,14 +142,14 @@ TORCH = {
         ("training/recompute.py",), "the operator of `F.grouped_mm`, whose results selective recomputation keeps"
     ),
     "torch.ops.aten._scaled_dot_product_efficient_attention.default": Private(
-        ("ops/attention_over_ranks.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
+        ("ops/attention.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
     ),
-    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention_over_ranks.py",), "as above"),
+    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("ops/attention.py",), "as above"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Private(
         ("ops/attention.py",), "the CPU's kernel, with the log-sum-exp that our backward by chunks needs"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": Private(
-        ("ops/attention_over_ranks.py",), "a kernel that selective recompute keeps"
+        ("ops/attention.py",), "a kernel that selective recompute keeps"
     ),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Private(
         ("ops/attention.py",), "its backward, a chunk at a time"
@@ -168,7 +168,7 @@ TORCH = {
         "see every operator: by which ones transformers draws initial values, and what a plan's step does",
     ),
     "torch.utils._pytree.tree_map_only": Private(
-        ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
+        ("interop/hf/tp/generic.py", "interop/hf/logits.py"), "visit the tensors in whatever a model returns"
     ),
     "torch.utils._pytree.tree_leaves": Private(("training/compiled_proof.py",), "the tensors that a block returns"),
     "torch.utils._pytree.tree_map": Private(("training/compiled_proof.py",), "copy the tensors that a block is given"),

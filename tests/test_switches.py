@@ -13,7 +13,7 @@ import pytest
 
 from dtmega import config
 from dtmega.data.indexed_files.writer import IndexedWriter
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import write_text

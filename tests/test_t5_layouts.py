@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtmega import config, families, mesh
+from dtmega.config.families.t5 import T5Keys
 from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
@@ -56,7 +57,7 @@ def configured(form: str, keys: dict[str, Any], steps: int = STEPS) -> config.Co
         "compile": {"enable": False},
     }
     cfg = config.validate(sections | keys, "test")
-    model = config.T5(ffn_hidden_size=96, **sizes, **dropout, **FORMS[form])
+    model = T5Keys(ffn_hidden_size=96, **sizes, **dropout, **FORMS[form])
     data = cfg.data.model_copy(update={"decoder_seq_len": T})
     return cfg.model_copy(update={"model": model, "data": data})
 
@@ -187,7 +188,7 @@ def gathers(n_decoder_layers: int) -> int:
     """The number of all-gathers of whole sequences of the encoder, in forward."""
     tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     sizes = {"vocab_size": V, "hidden_size": 48, "n_heads": 6}
-    model = T5(config.T5(**sizes, n_layers=1, n_decoder_layers=n_decoder_layers))
+    model = T5(T5Keys(**sizes, n_layers=1, n_decoder_layers=n_decoder_layers))
     init_weights(model, seed=0)
     model.init_buffers(seed=0)
     table = t5.plan(model.cfg)
@@ -235,7 +236,7 @@ def test_both_sequences_must_fit_the_model_and_the_mesh(data: dict[str, Any], na
     cfg = configured("megatron", {"mesh": {"tp": 2}})
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update=data)})
     with pytest.raises(ValueError, match=named):
-        families.FAMILIES["t5"].check(cfg, {"tp": 2, "cp": 1, "pp": 1})
+        families.named("t5").check(cfg, {"tp": 2, "cp": 1, "pp": 1})
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -243,4 +244,4 @@ def test_both_sequences_must_fit_the_model_and_the_mesh(data: dict[str, Any], na
 def test_a_backward_in_two_parts_is_refused_for_each_form_with_its_reason(schedule: str, form: str, reason: str):
     keys = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}
     with pytest.raises(ValueError, match=rf"{reason}: .*\(\[pipeline\] schedule, \[model\] name\)"):
-        families.FAMILIES["t5"].check(configured(form, keys), {"tp": 1, "cp": 1, "pp": 2})
+        families.named("t5").check(configured(form, keys), {"tp": 1, "cp": 1, "pp": 2})

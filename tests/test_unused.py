@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtmega import config, families
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.tensors import targets_of, tensors_of
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.models.model import Model
 from dtmega.ops import optim
 from dtmega.plans.styles import Plan, Whole
@@ -63,7 +64,7 @@ def scale_first_half(block: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     return block.scale(out) if sample_ids is None or sample_ids[0] % 4 < 2 else out  # a drawn sample has no number
 
 
-def build(honest: Any, cfg: config.Bloom) -> Model:
+def build(honest: Any, cfg: BloomKeys) -> Model:
     model = honest(cfg)
     model.layers["1"].unused = nn.Linear(5, 3, bias=False)
     model.layers["2"].scale = Scale(cfg.hidden_size)
@@ -73,18 +74,18 @@ def build(honest: Any, cfg: config.Bloom) -> Model:
     return model
 
 
-def plan(honest: Any, cfg: config.Bloom, sequence_parallel: bool) -> Plan:
+def plan(honest: Any, cfg: BloomKeys, sequence_parallel: bool) -> Plan:
     word = Whole(sequence_parallel)
     return {**honest(cfg, sequence_parallel), "layers.1.unused": word, "layers.2.scale": word}
 
 
 @contextlib.contextmanager
 def with_such_parameters() -> Iterator[None]:
-    honest: Any = families.FAMILIES["bloom"]
+    honest: Any = families.named("bloom")
     changed = dataclasses.replace(
         honest, model=functools.partial(build, honest.model), plan=functools.partial(plan, honest.plan)
     )
-    with patch.dict(families.FAMILIES, bloom=changed):
+    with patch.dict(families.BUILT_IN, bloom=lambda: changed):
         yield
 
 

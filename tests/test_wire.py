@@ -20,7 +20,6 @@ from dtmega import config, families, mesh, train
 from dtmega.checkpoint.state import HEALTHY
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes
-from dtmega.fsdp import wraps
 from dtmega.mesh import World
 from dtmega.ops import cross_entropy
 from dtmega.ops.attention import attention
@@ -30,6 +29,7 @@ from dtmega.ops.optim import build_optimizer
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
+from dtmega.training.choices import wraps
 from dtmega.training.health import Health
 from dtmega.training.pace import Pace
 from dtmega.training.parallelize import parallelize

@@ -63,7 +63,7 @@ def traffic_of_a_step(
         pieces: the pieces of the whole model.
         sizes: ranks along each axis, resolved.
         loss_chunk_tokens: tokens whose logits exist at once (`ops/cross_entropy.py`).
-        wrapped: FSDP2 holds the weights (`fsdp.wraps`).
+        wrapped: FSDP2 holds the weights (`choices.wraps`).
         stages: names of the pieces of each pipeline stage; none without a pipeline.
         held: numbers of the stages on this rank.
         splits_backward: the pipeline's schedule runs backward in two parts.

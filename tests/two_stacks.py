@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.objectives.sums import Sum
-from dtmega.families import BuiltInFamily
+from dtmega.families.built_in import BuiltIn
 from dtmega.models.layers import MLP, LMHead
 from dtmega.models.model import Model
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row
@@ -104,7 +104,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class TwoStacksFamily(BuiltInFamily):
+class TwoStacksFamily(BuiltIn):
     """Attributes:
     frozen: beginnings of the names of parameters that are not trained.
     """
@@ -133,4 +133,4 @@ def plan(model: config.Model, sequence_parallel: bool) -> Plan:
     return {name: style(False) for name, style in named.items()}
 
 
-FAMILY = TwoStacksFamily(TwoStacks, plan, {}, objectives={"auto": Words()})
+FAMILY = TwoStacksFamily(TwoStacks, plan, completed=lambda *_: cast("Any", Words()))

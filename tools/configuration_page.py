@@ -8,13 +8,14 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from dtmega import config
-from dtmega.config.schema import choices_of, groups_of
+from dtmega.config.help import groups_of
+from dtmega.config.schema import choices_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPENING = """\
 # Every key
 
-<!-- Written by tools/configuration_page.py from dtmega/config/keys.py and dtmega/config/model_keys.py. -->
+<!-- Written by tools/configuration_page.py from the keys in dtmega/config/. -->
 
 A configuration is a TOML file with sections. Any key can be set on the command line too: `lr` of `[optim]` is
 `--optim.lr 1e-3`, and later options win. `train.py --help` prints the list below, `train.py -h optim` one section of

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import config
-from dtmega.formats.sources import BY_TOKEN, Slices, Source
+from dtmega.checkpoint.sources import BY_TOKEN, Slices, Source
 from dtmega.ops import keyed
 
 AT_A_TIME = 2**20  # number of elements to convert to int64 at a time
@@ -180,7 +180,7 @@ def open_base(
         model: current [model] section.
         model_then: [model] section in the checkpoint.
         base_path: value of [lora] base_path; '' if the base has not moved.
-        weights_of: method `weights` of the model family.
+        weights_of: function `weights` of `interop/stored.py`.
 
     Returns:
         Tuple (path of the base, weights of the base).

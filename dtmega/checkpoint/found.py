@@ -19,13 +19,13 @@ from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.sources import Source
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.process import Claim
 from dtmega.files import console
 from dtmega.files.object_requests import at_start
-from dtmega.formats.sources import Source
 
 
 class CandidatePaths(NamedTuple):

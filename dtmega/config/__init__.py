@@ -3,16 +3,19 @@
     config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
     config.optim.lr
 
-Every key is declared once, with its default and a line of help. `model_keys.py` declares the keys of [model], and
-`keys.py` declares all other keys. `--help` and docs/configuration.md print these declarations. An interval of 0
-switches a feature off; dtypes have torch's names. This file finds and reads the TOML file and combines the sections.
+Every key is declared once, with its default and a line of help. `keys.py` declares the keys of all sections
+but [model], which has the keys of `model_keys.py` and those of the family's file in `families/`. `--help` and
+docs/configuration.md print these declarations. An interval of 0 switches a feature off; dtypes have torch's names. This
+file finds and reads the TOML file and combines the sections.
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py       declarations of keys, and their description in `--help`
-    mixtures.py     the notation for mixtures in [data]
-    reading.py      conversion of TOML and options into sections, with errors in plain words
-    suggestions.py  suggestions for unknown keys, from the table in synonyms.toml; imported if a key is unknown
+    schema.py       declarations of keys
+    reading.py      conversion of TOML and options into sections
+    refusals.py     errors in plain words; opened if there is one
+    mixtures.py     the notation for mixtures in [data]; opened if there are some
+    help.py         the list of keys; opened by `--help`
+    suggestions.py  suggestions for unknown keys, from the table in synonyms.toml; opened if a key is unknown
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from dtmega.config import reading, schema
+from dtmega import rooms
+from dtmega.config import reading
+from dtmega.config.families import DEFAULT, KEYS
+from dtmega.config.families import register_family as register_family
 from dtmega.config.keys import UNREAD_BY_OPTIMIZER as UNREAD_BY_OPTIMIZER
 from dtmega.config.keys import (
     Batch,
@@ -46,28 +52,17 @@ from dtmega.config.keys import (
     Run,
     Train,
 )
-from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, MoE, Transformers
 from dtmega.config.model_keys import DropoutModel as DropoutModel
 from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
 from dtmega.config.reading import ConfigError, Override, Suggester
-from dtmega.config.schema import Section
+from dtmega.config.schema import SHOWN, Section, SectionClasses
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
-HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
-
-Train a model. NAME.toml is a path, or the name of a file in configs/.
-Several processes: torchrun --nproc-per-node N train.py --config NAME.toml ...
-Installed, from any folder: dtmega train --config NAME.toml ..., or
-    torchrun --nproc-per-node N -m dtmega train --config NAME.toml ...
-
---dry-run [--world N] [--memory SIZE] starts nothing: it refuses what a start
-would refuse, and tells the memory of each rank.
-
-Every key with its default and its meaning follows; -h SECTION prints one
-section only."""
+ELSEWHERE = "a family from elsewhere is known once families.register has its record (docs/adding-a-model.md)"
+FAMILIES = SectionClasses("name", DEFAULT, KEYS, ELSEWHERE)
 
 
 class RunEnd(NamedTuple):
@@ -77,11 +72,15 @@ class RunEnd(NamedTuple):
     samples: int
 
 
+def _default_model() -> Model:
+    return KEYS[DEFAULT](name=DEFAULT)
+
+
 class Config(Section):
     """The configuration of a run, with one field per section. `model_copy(update=...)` makes a changed copy."""
 
     run: Run = Run()
-    model: Annotated[Bloom | GPT | Bert | Llama | MoE | T5 | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[SerializeAsAny[Model], FAMILIES] = Field(default_factory=_default_model)
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()
@@ -97,6 +96,14 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     recompute: Recompute = Recompute()
     fsdp: Fsdp = Fsdp()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_family(cls, written: Any) -> Any:
+        """The section as an object of the class that its key `name` chooses."""
+        if isinstance(written, Mapping):
+            return FAMILIES.chosen(written.get("name", DEFAULT)).model_validate(written)
+        return written
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -209,9 +216,7 @@ class Config(Section):
 @functools.cache
 def similar_keys() -> Suggester:
     """Suggestions for unknown keys of the configuration."""
-    from dtmega.config.suggestions import SimilarKeys  # only a key that does not exist needs it
-
-    return SimilarKeys(Config)
+    return rooms.suggestions().SimilarKeys(Config)
 
 
 def load(argv: list[str]) -> Config:
@@ -286,14 +291,12 @@ def find_file(name: str) -> Path:
             if path.is_file():
                 return path
         except OSError as error:  # the name is too long, or a folder is not readable
-            raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
+            raise ConfigError(f"--config {name:.{SHOWN}}: {error.strerror}") from None
     known = sorted(path.name for path in CONFIGS_DIR.glob("*.toml"))
-    from dtmega.config.suggestions import closest  # only a name that does not exist needs it
-
-    stems = closest(Path(name).stem.lower(), [Path(file).stem for file in known], 3)
+    stems = rooms.suggestions().closest(Path(name).stem.lower(), [Path(file).stem for file in known], 3)
     nearest = " or ".join(f"{stem}.toml" for stem in stems)
     hint = f"; did you mean {nearest}?" if nearest else f" (there: {', '.join(known)})"
-    raise ConfigError(f"--config {name:.{reading.SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
+    raise ConfigError(f"--config {name:.{SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
@@ -332,9 +335,7 @@ def help_text(section: str = "") -> str:
     Raises:
         ConfigError: no section has this name.
     """
-    if not section:
-        return f"{HELP}\n{schema.describe_keys(Config)}"
     known = list(Config.model_fields)
-    if section not in known:
-        raise ConfigError(f"--help {section:.{reading.SHOWN}}: expected a section, one of {', '.join(known)}")
-    return schema.describe_keys(Config, section).lstrip()
+    if section and section not in known:
+        raise ConfigError(f"--help {section:.{SHOWN}}: expected a section, one of {', '.join(known)}")
+    return rooms.config_help().text(Config, section)

@@ -1,7 +1,7 @@
 """The keys of all sections except [model]: one class per section, with the checks within that section.
 
-Keys of [model] are in `model_keys.py`. `config/__init__.py` combines the sections and checks keys of different
-sections against each other.
+Keys of [model] are in `model_keys.py` and `families/`. `config/__init__.py` combines the sections and checks keys of
+different sections against each other.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from dtmega.config import mixtures
-from dtmega.config.mixtures import Mixture
+from dtmega import rooms
 from dtmega.config.schema import Excluded, LocalPath, PathOrUrl, Section, key
 from dtmega.files import urls
+
+if TYPE_CHECKING:
+    from dtmega.config.mixtures import Mixture
 
 
 class Run(Section):
@@ -161,7 +163,7 @@ class Data(Section):
             raise Excluded(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)", by_option)
         for name, written in (("train", self.train), ("test", self.test)):
             try:
-                _ = mixtures.parse(written) if written else None
+                _ = rooms.mixtures().parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
         # The names of the run's own splits are reserved. With [data] train there is no split, so 'valid' is free.
@@ -169,30 +171,30 @@ class Data(Section):
         names: set[str] = set()
         for written in self.validation:
             try:
-                name = mixtures.parse(written).name
+                name = rooms.mixtures().parse(written).name
             except ValueError as error:
                 raise ValueError(f"[data] validation: {error}") from None
             if name in taken or name in names:
                 raise ValueError(
-                    f"[data] validation has {mixtures.FORM}, each NAME once, of letters, digits and '_.-', and none of "
-                    f"{', '.join(taken)}; got '{written}'"
+                    f"[data] validation has {rooms.mixtures().FORM}, each NAME once, of letters, digits and '_.-', and "
+                    f"none of {', '.join(taken)}; got '{written}'"
                 )
             names.add(name)
 
     @property
     def train_mixture(self) -> Mixture | None:
         """`train` as a `Mixture`; None if the run has a split instead."""
-        return mixtures.parse(self.train) if self.train else None
+        return rooms.mixtures().parse(self.train) if self.train else None
 
     @property
     def test_mixture(self) -> Mixture | None:
         """`test` as a `Mixture`; None if `test` is empty."""
-        return mixtures.parse(self.test) if self.test else None
+        return rooms.mixtures().parse(self.test) if self.test else None
 
     @property
     def validation_sets(self) -> list[Mixture]:
         """`validation` as a list of mixtures."""
-        return [mixtures.parse(written) for written in self.validation]
+        return [rooms.mixtures().parse(written) for written in self.validation]
 
     @property
     def paths(self) -> list[str]:

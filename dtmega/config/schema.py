@@ -1,19 +1,17 @@
-"""Tools for declaring keys: sections, the classes that a section may have, and the `--help` text about the keys.
+"""Tools for declaring keys: sections, and the classes that a section may have.
 
 A section has one class or several. If a section has several classes, the value of one of its keys chooses the class:
-[model] has a class for each family, chosen by `name` (pydantic calls this key the discriminator of a union). This file
-does not depend on dtmega's keys: `keys.py` and `model_keys.py` declare the keys, and `reading.py` reads their values.
+[model] has a class for each family, chosen by `name`, its discriminator. This file does not depend on dtmega's keys:
+`keys.py`, `model_keys.py` and `families/` declare the keys, and `reading.py` reads their values.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
@@ -21,7 +19,7 @@ from dtmega.files import urls
 
 LocalPath = Annotated[str, AfterValidator(partial(urls.check, local=True))]
 PathOrUrl = Annotated[str, AfterValidator(urls.check)]
-COLUMNS = 80  # width of `--help`
+SHOWN = 200  # a message shows at most this many characters of a wrong value
 
 
 def key(default: Any, line: str, **bounds: Any) -> Any:
@@ -68,117 +66,44 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class SectionClasses:
-    """The classes that a section may have.
+    """The classes that a section may have. A section that has several is declared with this object as an annotation.
 
     Attributes:
         discriminator: name of the key whose value chooses the class; '' if there is only one class.
         default: default value of the discriminator.
-        classes: mapping from each value of the discriminator to its class.
+        classes: mapping from each value of the discriminator to its class, which may load the class when it is asked.
+        others: remark about other values, for the message that a value chooses no class; '' if there is none.
     """
 
     discriminator: str
     default: str
     classes: Mapping[str, type[Section]]
+    others: str = ""
 
     @classmethod
     def of(cls, info: FieldInfo) -> SectionClasses:
         """Read a section's classes from the section's declaration in the configuration class."""
-        if info.discriminator is None:
-            assert isinstance(info.annotation, type)
-            assert issubclass(info.annotation, Section)
-            return cls("", "", {"": info.annotation})
-        discriminator = str(info.discriminator)
-        classes: dict[str, type[Section]] = {}
-        for section_class in get_args(info.annotation):
-            classes[section_class.model_fields[discriminator].default] = section_class
-        return cls(discriminator, getattr(info.default, discriminator), classes)
+        for annotation in info.metadata:
+            if isinstance(annotation, cls):
+                return annotation
+        assert isinstance(info.annotation, type)
+        assert issubclass(info.annotation, Section)
+        return cls("", "", {"": info.annotation})
+
+    def chosen(self, value: Any) -> type[Section]:
+        """The class that a value of the discriminator chooses.
+
+        Raises:
+            ValueError: no class has this value, or the class cannot be loaded.
+        """
+        if not isinstance(value, str) or value not in self.classes:
+            others = f"; {self.others}" if self.others else ""
+            raise ValueError(f"expected {' or '.join(self.classes)}, got {value!r:.{SHOWN}}{others}")
+        return self.classes[value]
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:
         """The declarations of key `k`, keyed by the discriminator's value. Classes without this key are left out."""
         return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
-
-
-class Group(NamedTuple):
-    """A heading in `--help`, with keys of one section. All classes that have these keys declare them identically.
-
-    Attributes:
-        section: the section's name.
-        title: heading in the help: the section, with the names of the classes if only some classes have these keys.
-        fields: mapping from each key to its declaration.
-    """
-
-    section: str
-    title: str
-    fields: dict[str, FieldInfo]
-
-
-def groups_of(kind: type[BaseModel]) -> list[Group]:
-    """The keys of all sections, in groups. Within a section, keys shared by all classes come first.
-
-    Args:
-        kind: class of the configuration, with one field per section.
-    """
-    groups: list[Group] = []
-    for section, info in kind.model_fields.items():
-        fields_by_title = _fields_by_title(section, SectionClasses.of(info))
-        groups += [Group(section, title, fields) for title, fields in fields_by_title.items()]
-    return groups
-
-
-def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str, FieldInfo]]:
-    """Group a section's keys by title: title -> key -> declaration."""
-    every = f"[{section}]"
-    groups: dict[str, dict[str, FieldInfo]] = {every: {}}
-    if kinds.discriminator:
-        # Each class declares the discriminator with only its own value; the help lists all values.
-        declaration = kinds.declarations(kinds.discriminator)[kinds.default]
-        choices: Any = Literal[tuple(kinds.classes)]
-        groups[every][kinds.discriminator] = FieldInfo(
-            annotation=choices, default=kinds.default, description=declaration.description
-        )
-    all_keys: dict[str, None] = {}  # keys in the order in which the classes first declare them
-    for section_class in kinds.classes.values():
-        all_keys.update(dict.fromkeys(section_class.model_fields))
-    all_keys.pop(kinds.discriminator, None)
-    for k in all_keys:
-        # Two families may declare a key with different defaults. The key is then listed in two groups.
-        declarations = kinds.declarations(k)
-        values_by_declaration: dict[str, list[str]] = {}
-        for value, field in declarations.items():
-            values_by_declaration.setdefault(repr(field), []).append(value)
-        for values in values_by_declaration.values():
-            title = every if len(values) == len(kinds.classes) else f"{every}, {condition(kinds, values)}"
-            groups.setdefault(title, {})[k] = declarations[values[0]]
-    return groups
-
-
-def describe_keys(kind: type[BaseModel], only: str = "") -> str:
-    """The list of keys that `--help` prints, with each key's default, description and allowed values.
-
-    Args:
-        kind: class of the configuration, with one field per section.
-        only: name of the section to describe; '' for all sections.
-    """
-    lines: list[str] = []
-    for section, title, fields in groups_of(kind):
-        if only not in ("", section):
-            continue
-        lines += ["", title]
-        for k, field in fields.items():
-            default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
-            lines.append(f"  --{section}.{k} {' '.join(default.split())}")
-            choices = choices_of(field)
-            quantity = "any of" if get_origin(field.annotation) is list else "one of"
-            listed = f"; {quantity} {', '.join(choices)}" if len(choices) > 1 else ""
-            indent = " " * 6
-            lines += textwrap.wrap(
-                f"{field.description}{listed}",
-                COLUMNS,
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines)
 
 
 def choices_of(field: FieldInfo) -> list[str]:

@@ -26,12 +26,11 @@ class Masters:
         dtype: dtype of the copies.
 
     Attributes:
-        last: flag, True if the next backward is for the last microbatch of a step. Such a backward frees each copy
-            together with the copy's gradient.
+        copies: the copies in the compute dtype, which take no memory between steps; [] before the first forward.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.last = True
+        self._last = True
         self._dtype = dtype
         self._slots: list[_Slot] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -72,7 +71,7 @@ class Masters:
                 master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient
-            if self.last:
+            if self._last:
                 _free(copy)
             # Backward runs only the copy's hooks. So run the parameter's hooks (such as the hook of `Replicas`) here.
             for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
@@ -83,8 +82,11 @@ class Masters:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The copies in the compute dtype, which take no memory between steps; [] before the first forward."""
         return [*self._copies.values()]
+
+    def expect(self, last: bool, reduces: bool) -> None:
+        """Prepare the next backward. A step's last backward frees each copy together with the copy's gradient."""
+        self._last = last
 
     def release(self) -> None:
         """Put the parameters back into the modules, after a step or after forwards without a backward."""

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, families, mesh
+from dtmega import config, families, mesh, rooms
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.sources import Source, check_stored
 from dtmega.checkpoint.weights import Merged, load_weights, whole_weights
 from dtmega.data.indexed_files.record import END_IDS
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.distributed.agreement import Startup
-from dtmega.formats.sources import Source
-from dtmega.formats.whole import check_stored
 from dtmega.models.show import CONTINUATION, Show
 from dtmega.pipelining.relay import Relay
 from dtmega.training.checks import check_experts
@@ -81,7 +81,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         cfg = inference_config(cfg, axes)
         family = families.of(cfg.model)
         model_section = family.reread_directory(cfg.model, state_of(checkpoint).digest)
-        weights = whole_weights(checkpoint, model_section, family.weights, base_path)
+        weights = whole_weights(checkpoint, model_section, rooms.stored().weights, base_path)
         check_stored(model_section, weights, checkpoint.path)
         cfg = cfg.model_copy(update={"model": model_section})
         tokenizer = load_tokenizer(cfg.data.tokenizer)

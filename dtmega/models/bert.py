@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.bert import BertKeys
 from dtmega.models.layers import (
     MLP,
     FusedAttention,
@@ -41,7 +41,7 @@ class Block(nn.Module):
     - `post`: LN(h + drop(f(h)))
     """
 
-    def __init__(self, cfg: config.Bert, number: int) -> None:
+    def __init__(self, cfg: BertKeys, number: int) -> None:
         super().__init__()
         self.norm_comes_last = cfg.norm == "post"
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
@@ -69,7 +69,7 @@ class Block(nn.Module):
 class WordHead(nn.Module):
     """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits from the tied embedding and a bias."""
 
-    def __init__(self, cfg: config.Bert) -> None:
+    def __init__(self, cfg: BertKeys) -> None:
         super().__init__()
         self.form: Gelu = cfg.head_gelu
         self.dense = nn.Linear(cfg.hidden_size, cfg.hidden_size)
@@ -90,7 +90,7 @@ class WordHead(nn.Module):
 class OrderHead(nn.Module):
     """Head that predicts the order of a sample's two segments from the hidden state of its first token, [CLS]."""
 
-    def __init__(self, cfg: config.Bert) -> None:
+    def __init__(self, cfg: BertKeys) -> None:
         super().__init__()
         self.pooler = nn.Linear(cfg.hidden_size, cfg.hidden_size)
         self.classifier = nn.Linear(cfg.hidden_size, 2)
@@ -108,14 +108,14 @@ class Bert(Model):
             a plan can shard them along with the heads.
     """
 
-    cfg: config.Bert
+    cfg: BertKeys
     runs_layers = True
     both_ways = frozenset({"seq_len"})
     ties = (("embed.weight", "head.output.weight"),)
     outputs = ("head.output.weight", "order.classifier.weight")
     head_ids: Tensor  # [H] int32
 
-    def __init__(self, cfg: config.Bert) -> None:
+    def __init__(self, cfg: BertKeys) -> None:
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.models.layers import (
     MLP,
     FusedAttention,
@@ -33,7 +33,7 @@ class Block(nn.Module):
     With `apply_residual_connection_post_layernorm` both sums start from LN h instead of h, as in the original BERT.
     """
 
-    def __init__(self, cfg: config.Bloom, number: int) -> None:
+    def __init__(self, cfg: BloomKeys, number: int) -> None:
         super().__init__()
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
         self.attn_norm = stream_norm(cfg, cfg.layer_norm_eps)
@@ -64,14 +64,14 @@ class Bloom(Model):
             a plan can shard them along with the heads.
     """
 
-    cfg: config.Bloom
+    cfg: BloomKeys
     runs_layers = True
     has_cache = True
     ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
 
-    def __init__(self, cfg: config.Bloom) -> None:
+    def __init__(self, cfg: BloomKeys) -> None:
         super().__init__()
         self.cfg = cfg
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)

@@ -15,13 +15,15 @@ generation, nothing is dropped.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtmega import config
-from dtmega.ops.context_parallel import ContextParallel
+from dtmega.config.families.moe import MoEKeys
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 
 class Capacity(NamedTuple):
@@ -66,7 +68,7 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(
-    cfg: config.MoE, counts: Tensor, document: Tensor, length: Tensor, context: ContextParallel | None
+    cfg: MoEKeys, counts: Tensor, document: Tensor, length: Tensor, context: ContextParallel | None
 ) -> Capacity:
     """Compute the capacity of a model's experts for the documents of a microbatch.
 
@@ -88,6 +90,6 @@ def capacity_of(
     return Capacity(document, torch.cat([limit, without_limit]), cfg.n_experts, context)
 
 
-def share_of(cfg: config.MoE) -> Fraction:
+def share_of(cfg: MoEKeys) -> Fraction:
     """The maximum share of a document's tokens that an expert takes: f k / E, but at most 1."""
     return min(Fraction(str(cfg.capacity_factor)) * cfg.experts_per_token / cfg.n_experts, Fraction(1))

@@ -65,7 +65,7 @@ class Experts(nn.Module):
         ffn: F, the width inside an expert.
 
     Attributes:
-        exchange: function that sends rows to the ranks that hold their experts (`plans/expert_parallel.py`); None if
+        exchange: function that sends rows to the ranks that hold their experts (`ops/expert_parallel.py`); None if
             this rank holds all experts.
     """
 
@@ -229,7 +229,6 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 _grouped.register_autograd(_backward, setup_context=_keep)
-GROUPED_PRODUCT = torch.ops.dtmega.grouped_product.default
 
 
 @register_flop_formula(torch.ops.dtmega.grouped_product)

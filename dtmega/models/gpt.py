@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.gpt import GPTKeys
 from dtmega.models.layers import (
     MLP,
     FusedAttention,
@@ -29,7 +29,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Block(nn.Module):
     """One layer: h + drop(attn(LN h)), then h + drop(mlp(LN h))."""
 
-    def __init__(self, cfg: config.GPT, number: int) -> None:
+    def __init__(self, cfg: GPTKeys, number: int) -> None:
         super().__init__()
         self.attn_norm = stream_norm(cfg, cfg.layer_norm_eps)
         self.attn = FusedAttention(cfg, number)
@@ -54,12 +54,12 @@ class GPT(Model):
             a plan can shard them along with the heads.
     """
 
-    cfg: config.GPT
+    cfg: GPTKeys
     runs_layers = True
     has_cache = True
     head_ids: Tensor  # [H] int32
 
-    def __init__(self, cfg: config.GPT) -> None:
+    def __init__(self, cfg: GPTKeys) -> None:
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.models.llama import Rotation, Rules
 from dtmega.ops.attention import attention
 
@@ -30,7 +30,7 @@ class LatentAttention(nn.Module):
         layer: number of the layer, from 0.
     """
 
-    def __init__(self, cfg: config.MoE, layer: int) -> None:
+    def __init__(self, cfg: MoEKeys, layer: int) -> None:
         super().__init__()
         self.head_dim, self.v_dim = cfg.head_dim, cfg.v_dim
         self.n_rotated, self.n_latent = cfg.rotary_channels, cfg.kv_latent_size

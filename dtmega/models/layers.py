@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
+from dtmega.models.model import Fused
 from dtmega.ops import keyed
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import AttentionRule
 from dtmega.ops.cross_entropy import linear_cross_entropy
-from dtmega.ops.optim import Cut
+from dtmega.ops.softmax import Passes
 
 Gelu = Literal["erf", "tanh"]
 
@@ -136,9 +137,9 @@ class FusedAttention(nn.Module):
         attended = attention(q, k, v, rule, dropout, scale=self.coefficient)
         return self.out(attended.transpose(1, 2).flatten(2))
 
-    def fused(self) -> dict[str, Cut]:
-        """The `Cut` that splits the fused projection's weight into the matrices of q, k and v (`Model.matrices`)."""
-        return {"qkv.weight": Cut(0, (self.head_dim,) * 3)}
+    def fused(self) -> dict[str, Fused]:
+        """The matrices of q, k and v in the fused projection's weight (`Model.matrices`)."""
+        return {"qkv.weight": (0, (self.head_dim,) * 3)}
 
     def unseen(self) -> dict[str, Tensor]:
         """Mask of the fused bias's key rows, which affect no output: bias name -> bool [3 D] (`Model.unseen`)."""
@@ -182,9 +183,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(cfg.hidden_size, cfg.ffn if self.gate is None else 2 * cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
-    def fused(self) -> dict[str, Cut]:
-        """The `Cut` that splits the weight of `up` into its value and gate matrices (`Model.matrices`)."""
-        return {} if self.gate is None else {"up.weight": Cut(0, (1, 1))}
+    def fused(self) -> dict[str, Fused]:
+        """The value and gate matrices in the weight of `up` (`Model.matrices`)."""
+        return {} if self.gate is None else {"up.weight": (0, (1, 1))}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -208,13 +209,13 @@ class LMHead(nn.Module):
     Attributes:
         loss_name: name of the head's loss among the sums that the model returns.
         expected: gradient that backward will pass to this loss, set by `Model.expect`.
-        compiled: whether the loss runs in compiled kernels; set by `Model.compile_losses`.
+        passes: class that computes the loss's softmax; `Model.compile_losses` exchanges it.
     """
 
     bias: nn.Parameter | None
     loss_name = "lm"
     expected = 1.0
-    compiled = False
+    passes = Passes
 
     def __init__(self, cfg: config.NativeModel, bias: bool = False) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ class LMHead(nn.Module):
             "n_valid": self.vocab_size,
             "label_weights": weights,
             "expected": self.expected,
-            "compiled": self.compiled,
+            "passes": self.passes,
             **terms,
         }
 

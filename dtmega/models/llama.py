@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.models.layers import LMHead, finish
 from dtmega.models.model import Model
 from dtmega.ops.attention import attention
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         layer: number of the layer, from 0.
     """
 
-    def __init__(self, cfg: config.Llama, layer: int) -> None:
+    def __init__(self, cfg: LlamaKeys, layer: int) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
         self.window = cfg.window_of(layer)
@@ -102,7 +102,7 @@ class Block(nn.Module):
         layer: number of the layer, from 0.
     """
 
-    def __init__(self, cfg: config.Llama, layer: int) -> None:
+    def __init__(self, cfg: LlamaKeys, layer: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.attn = Attention(cfg, layer)
@@ -123,13 +123,13 @@ class Llama(Model):
             plan shards them.
     """
 
-    cfg: config.Llama
+    cfg: LlamaKeys
     runs_layers = True
     has_cache = True
     block: ClassVar[type[nn.Module]] = Block
     frequencies: Tensor  # [K / 2] fp32; K is the number of rotated channels
 
-    def __init__(self, cfg: config.Llama) -> None:
+    def __init__(self, cfg: LlamaKeys) -> None:
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
@@ -205,7 +205,7 @@ class Llama(Model):
         self.frequencies.copy_(rotary_frequencies(self.cfg))
 
 
-def rotary_frequencies(cfg: config.Llama) -> Tensor:
+def rotary_frequencies(cfg: LlamaKeys) -> Tensor:
     """The rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with Llama 3.1's scaling.
 
     Llama 3.1 extends its context by reducing the low frequencies. A frequency with fewer than `rope_low_freq_factor`

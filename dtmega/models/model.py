@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dtmega.ops.context_parallel import ContextParallel
-from dtmega.ops.optim import Cut
+from dtmega import rooms
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 CONTAINERS = nn.ModuleDict, nn.ModuleList
 Per = Literal["token", "label", "decoder", "sequence"]
+Fused = tuple[int, tuple[int, ...]]  # matrices that lie side by side in a weight: the dim, and sizes (`muon.Cut`)
 
 
 class Model(nn.Module):
@@ -203,8 +206,14 @@ class Model(nn.Module):
     def compile_losses(self) -> None:
         """Make all heads that compute token losses use compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
-            if isinstance(getattr(module, "compiled", None), bool):
-                module.compiled = True  # pyright: ignore[reportArgumentType]
+            if hasattr(module, "passes"):
+                module.passes = rooms.compiled_softmax().CompiledPasses  # pyright: ignore[reportArgumentType]
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers to the compute device, to which FSDP with CPU offload moves only parameters."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
     def tie(self) -> None:
         """Make tied names share one parameter. Call this method again after parameters are replaced (`to_empty`).
@@ -249,15 +258,15 @@ class Model(nn.Module):
                 masks |= {f"{prefix}.{name}": mask for name, mask in module.unseen().items()}  # pyright: ignore
         return masks
 
-    def matrices(self) -> dict[str, Cut]:
+    def matrices(self) -> dict[str, Fused]:
         """The weights that Muon trains in a whole model: all trained matrices except embeddings and `outputs`.
 
-        A module whose weight consists of several matrices has a method `fused` that returns a `Cut` for the weight.
+        A module whose weight consists of several matrices has a method `fused` that describes them.
 
         Raises:
             ValueError: a trained weight has more than two dims.
         """
-        fused: dict[str, Cut] = {}
+        fused: dict[str, Fused] = {}
         left_out = set[int]()
         for prefix, module in self.named_modules():
             if module is not self and hasattr(module, "fused"):
@@ -265,7 +274,7 @@ class Model(nn.Module):
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if isinstance(module, nn.Embedding) or name in self.outputs:
                     left_out.add(id(parameter))
-        matrices: dict[str, Cut] = {}
+        matrices: dict[str, Fused] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.ndim > 2:
                 raise ValueError(
@@ -273,7 +282,7 @@ class Model(nn.Module):
                     f"another optimizer ([optim] name)"
                 )
             if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in left_out:
-                matrices[self.full_name(name)] = fused.get(name, Cut())
+                matrices[self.full_name(name)] = fused.get(name, (0, ()))
         return matrices
 
     def counts_of_step(self) -> Tensor | None:

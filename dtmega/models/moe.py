@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.models.experts import Experts
 from dtmega.models.latent_attention import LatentAttention
 from dtmega.models.layers import finish
@@ -43,7 +43,7 @@ from dtmega.ops.key_value_cache import KeyValueCache
 class Mixture(nn.Module):
     """A router with its experts, and optionally shared experts, which all tokens use."""
 
-    def __init__(self, cfg: config.MoE) -> None:
+    def __init__(self, cfg: MoEKeys) -> None:
         super().__init__()
         self.has_losses = bool(cfg.balance_loss or cfg.router_z_loss)
         self.router = Router(cfg)
@@ -78,7 +78,7 @@ class Block(nn.Module):
         layer: number of the layer, from 0.
     """
 
-    def __init__(self, cfg: config.MoE, layer: int) -> None:
+    def __init__(self, cfg: MoEKeys, layer: int) -> None:
         super().__init__()
         is_dense = layer < cfg.dense_layers
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -104,11 +104,11 @@ class MoE(Llama):
             for dense layers and for layers of other stages.
     """
 
-    cfg: config.MoE  # pyright: ignore[reportIncompatibleVariableOverride]
+    cfg: MoEKeys  # pyright: ignore[reportIncompatibleVariableOverride]
     block = Block
     loads: Tensor
 
-    def __init__(self, cfg: config.MoE) -> None:
+    def __init__(self, cfg: MoEKeys) -> None:
         super().__init__(cfg)
         self.experts_per_token = cfg.experts_per_token
         loads = torch.zeros(cfg.n_layers, cfg.n_experts, dtype=torch.float64)

@@ -7,17 +7,19 @@ Padding has no label.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.capacity import Capacity, capacity_of
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 
 class Routing(NamedTuple):
@@ -79,7 +81,7 @@ class Texts(NamedTuple):
         return functional.wait_tensor(functional.all_reduce(sums, "sum", self.context.group))
 
 
-def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None, cfg: config.MoE) -> Texts:
+def texts_of(labels: Tensor, document_ids: Tensor | None, context: ContextParallel | None, cfg: MoEKeys) -> Texts:
     """Find the tokens that count for the balance loss and the experts' capacity.
 
     Args:
@@ -172,7 +174,7 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, cfg: config.MoE) -> None:
+    def __init__(self, cfg: MoEKeys) -> None:
         super().__init__()
         self.k, self.scores = cfg.experts_per_token, cfg.router_scores
         self.groups, self.groups_per_token = cfg.expert_groups, cfg.groups_per_token

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.t5 import T5Keys
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
 from dtmega.ops.attention import attention
@@ -23,7 +23,7 @@ from dtmega.ops.attention_rule import AttentionRule, attention_rule, distance_bu
 from dtmega.ops.key_value_cache import KeyValueCache
 
 
-def _norm(cfg: config.T5) -> nn.Module:
+def _norm(cfg: T5Keys) -> nn.Module:
     kind = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
     return kind(cfg.hidden_size, cfg.norm_eps)
 
@@ -31,7 +31,7 @@ def _norm(cfg: config.T5) -> nn.Module:
 class Attention(nn.Module):
     """Self-attention, or cross-attention of the decoder to the encoder's output."""
 
-    def __init__(self, cfg: config.T5) -> None:
+    def __init__(self, cfg: T5Keys) -> None:
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
@@ -81,7 +81,7 @@ class MLP(nn.Module):
     Without a gate, the result is down(drop(act(up x))). With a gate, the result is down(drop(act(gate x) * up x)).
     """
 
-    def __init__(self, cfg: config.T5) -> None:
+    def __init__(self, cfg: T5Keys) -> None:
         super().__init__()
         self.activation = cfg.activation
         self.gate = nn.Linear(cfg.hidden_size, cfg.ffn, bias=cfg.bias) if cfg.gated else None
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: self-attention, cross-attention in the decoder, and feed-forward, each as h + drop(f(norm h))."""
 
-    def __init__(self, cfg: config.T5, decodes: bool) -> None:
+    def __init__(self, cfg: T5Keys, decodes: bool) -> None:
         super().__init__()
         self.attn_norm = _norm(cfg)
         self.attn = Attention(cfg)
@@ -173,7 +173,7 @@ class T5(Model):
             The indices are stored as a buffer, so that the tp plan can shard the indices along with the channels.
     """
 
-    cfg: config.T5
+    cfg: T5Keys
     runs_layers = True
     has_cache = True
     lengths = ("seq_len", "decoder_seq_len")
@@ -184,7 +184,7 @@ class T5(Model):
     head_ids: Tensor  # [H] int32
     channel_ids: Tensor  # [F] int32
 
-    def __init__(self, cfg: config.T5) -> None:
+    def __init__(self, cfg: T5Keys) -> None:
         super().__init__()
         self.cfg = cfg
         learned = cfg.positions == "learned"

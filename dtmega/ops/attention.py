@@ -30,16 +30,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from dtmega import rooms
 from dtmega.ops import keyed
-from dtmega.ops.attention_over_ranks import attention_over_ranks, needs_formula
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
-from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.keyed import Dropout
 
 MAX_KERNELS = 256  # maximum number of FlexAttention kernels outside compiled blocks, in one process
 LARGEST_FUSED_HEAD = 256  # with K = 512, FlexAttention's blocks exceed the shared memory of an H100
 FEW_QUERIES = 64  # with fewer queries, the overhead of calling the batched products would exceed their arithmetic
+# Attention as batched products; None if this machine's CPU has no bfloat16 instructions.
+attention_cpu = rooms.cpu_attention().attention_cpu if features.HAS_FAST_BFLOAT16 else None
+# The operators of torch's kernels. The batched products are known by their name, because not every machine loads them.
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+BATCHED_PRODUCTS = "dtmega::attention_by_products"
+
+
+def is_kernel(operator: Any) -> bool:
+    """True if the operator is a kernel of attention, whose results are kept where a backward pass recomputes."""
+    return operator in KERNELS or operator.name() == BATCHED_PRODUCTS
+
+
+def needs_formula(rule: AttentionRule, softcap: float | None) -> bool:
+    """True if the plain formula must run: FlexAttention is off, and there is a trained bias table or a soft cap."""
+    is_learned = rule.table is not None and rule.table.requires_grad
+    return rule.block_mask is None and (is_learned or softcap is not None)
 
 
 def attention(
@@ -68,7 +88,7 @@ def attention(
         Output [B, H, S, K] in the dtype of v; 0 for a query that sees no key.
     """
     if rule.shared is not None:
-        return attention_over_ranks(attention, q, k, v, rule.shared, dropout, scale, softcap)
+        return rule.shared.attend(q, k, v, dropout, scale, softcap)
     if rule.cache is not None:
         k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
@@ -79,7 +99,7 @@ def attention(
         assert dropout is None
         return _flex(q, k, v, rule, scale, softcap)
     has_kernel = not needs_formula(rule, softcap)
-    if _products_are_fastest(q, rule) and has_kernel:
+    if attention_cpu is not None and _products_are_fastest(q, rule) and has_kernel:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
         out, *_ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
@@ -104,9 +124,9 @@ def attention(
 
 
 def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
-    """True if batched products are faster than torch's fused kernels, which do not use bfloat16 instructions."""
-    has_instructions = q.device.type == "cpu" and q.dtype == torch.bfloat16 and features.HAS_FAST_BFLOAT16
-    return has_instructions and rule.cache is None and q.shape[2] >= FEW_QUERIES
+    """True if batched products, where a CPU has bfloat16 instructions, are faster than torch's fused kernels."""
+    has_dtype = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return has_dtype and rule.cache is None and q.shape[2] >= FEW_QUERIES
 
 
 def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,19 +21,18 @@ avoid evaluating every pair:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega import rooms
 from dtmega.ops import host
-from dtmega.ops.block_mask import block_mask
-from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.key_value_cache import KeyValueCache
-from dtmega.ops.shared_rule import SharedRule, shared_rule
+from dtmega.ops.keyed import Dropout
 
 # Approximate number of queries in a chunk. With fewer than 192 queries, torch's CPU kernel uses its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
@@ -47,6 +46,26 @@ class Chunk(NamedTuple):
     stop: int
     first: int
     last: int
+
+
+class Shared(Protocol):
+    """The rule for sequences that are split over ranks (`context_parallel.SharedRule`)."""
+
+    def with_table(self, table: Tensor) -> Shared: ...
+
+    def with_window(self, window: int) -> Shared: ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None, scale: float | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+class Ranks(Protocol):
+    """The ranks over which sequences are split (`context_parallel.ContextParallel`)."""
+
+    def shared(
+        self, part: AttentionRule, crosses: bool, finish: Callable[[AttentionRule, bool], AttentionRule]
+    ) -> AttentionRule: ...
 
 
 class AttentionRule(NamedTuple):
@@ -79,7 +98,7 @@ class AttentionRule(NamedTuple):
     window: int
     block_mask: BlockMask | None = None
     cache: KeyValueCache | None = None
-    shared: SharedRule | None = None
+    shared: Shared | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """True if the i-th query of row b attends to the j-th key. The indices may have any shapes that broadcast."""
@@ -120,7 +139,7 @@ class AttentionRule(NamedTuple):
         shared = None if self.shared is None else self.shared.with_window(window)
         rule = self._replace(window=window, strip=None, block_mask=None, shared=shared)
         if self.block_mask is not None:
-            return rule._replace(block_mask=block_mask(rule))
+            return rule._replace(block_mask=rooms.block_masks().block_mask(rule))
         return rule if self.strip is None else rule._replace(strip=_strip(rule))
 
     @property
@@ -250,7 +269,7 @@ def attention_rule(
     key_document_ids: Tensor | None = None,
     cache: KeyValueCache | None = None,
     fused: bool = True,
-    context: ContextParallel | None = None,
+    context: Ranks | None = None,
 ) -> AttentionRule:
     """Build a batch's attention rule, which all layers with the same window share.
 
@@ -285,7 +304,7 @@ def attention_rule(
             *(places, places if key_places is None else key_places, document_ids, key_documents),
             *(prefix, slopes, table, None, causal, window),
         )
-        return shared_rule(given, context, key_places is not None, partial(_with_kernel, fused=fused))
+        return context.shared(given, key_places is not None, partial(_with_kernel, fused=fused))
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
         assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
@@ -308,7 +327,7 @@ def attention_rule(
 def _with_kernel(rule: AttentionRule, keys_end_with_queries: bool, fused: bool) -> AttentionRule:
     """Add a field that reduces a kernel's work: a block mask on CUDA, or a strip if positions are consecutive."""
     if rule.query_places.device.type == "cuda" and fused:
-        return rule._replace(block_mask=block_mask(rule))
+        return rule._replace(block_mask=rooms.block_masks().block_mask(rule))
     depends_on_distance = rule.adds or rule.causal or rule.window > 0
     has_strip = keys_end_with_queries and depends_on_distance and rule.prefix is None
     if has_strip and _consecutive(rule.key_places):

@@ -14,21 +14,15 @@ only to its own tokens, so B's gradient is all-reduced over tp.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-NAMES = ("lora_a", "lora_b")
 
 
 def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placement | None:
     """The tp placement of an adapter's parameter.
 
     Args:
-        name: name of the parameter in its module, one of NAMES.
+        name: name of the parameter in its module, lora_a or lora_b.
         of_weight: placement of the layer's weight.
         output_dim: dim of the weight that contains the output features.
     """
@@ -43,20 +37,3 @@ def placement(name: str, of_weight: Placement | None, output_dim: int) -> Placem
         # (`shards.dim_to_cut`).
         return Replicate() if in_parts else Shard(0)
     return _StridedShard(1, split_factor=of_weight.split_factor) if in_parts else Shard(1)
-
-
-def has_adapter(module: Any) -> bool:
-    """True if the linear layer has an adapter."""
-    return hasattr(module, "lora_a")
-
-
-def add(module: Any, out: Tensor, reduced: Tensor, b: Tensor) -> Tensor:
-    """Add an adapter's result to the layer's output.
-
-    Args:
-        module: linear layer with the adapter.
-        out: output of the layer, [..., out], or this rank's features of the output.
-        reduced: product x A^T, [..., r].
-        b: rows of B for the features in `out`.
-    """
-    return out + module.lora_scale * F.linear(reduced, b)

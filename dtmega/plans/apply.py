@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega.ops.shards import local
-from dtmega.plans import adapters
-from dtmega.plans.base import Style, distribute
+from dtmega.plans.base import Style, distribute, has_adapter
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 
 # Unsharded parameter -> (module that holds the parameter, name of the parameter in that module). A tied parameter has
@@ -69,7 +68,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
                 partial |= {(match, p) for p in style.partial_gradients(match, mesh.size())}
             if isinstance(style, Style | Enter):
                 entered += [name] * style.enters
-                inside += [name] * (style.inside * (1 + adapters.has_adapter(match)))
+                inside += [name] * (style.inside * (1 + has_adapter(match)))
     # With only one product in a region, communication and computation overlap in compiled blocks too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans import adapters, mappings, products
+from dtmega import rooms
+from dtmega.plans import mappings, products
+
+ADAPTER = ("lora_a", "lora_b")  # parameters that a linear layer's adapter adds to the layer
 
 
 class Stack:
@@ -120,8 +124,8 @@ class Style(ParallelStyle):
 
     def placed(self, name: str, tp: int) -> Placement | None:
         """The placement of a parameter of the module or its adapter; None if the style does not support the name."""
-        if name in adapters.NAMES:
-            return adapters.placement(name, self.placement("weight", tp), self.output_dim)
+        if name in ADAPTER:
+            return rooms.sharded_adapters().placement(name, self.placement("weight", tp), self.output_dim)
         return self.placement(name, tp)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
@@ -177,6 +181,23 @@ class Style(ParallelStyle):
             module.gathers_again = True  # pyright: ignore[reportArgumentType]
             module.has_one_product = False  # pyright: ignore[reportArgumentType]
         return module
+
+
+def has_adapter(module: Any) -> bool:
+    """True if the linear layer has an adapter."""
+    return hasattr(module, "lora_a")
+
+
+def add_adapter(module: Any, out: Tensor, reduced: Tensor, b: Tensor) -> Tensor:
+    """Add an adapter's result to the layer's output.
+
+    Args:
+        module: linear layer with the adapter.
+        out: output of the layer, [..., out], or this rank's features of the output.
+        reduced: product x A^T, [..., r].
+        b: rows of B for the features in `out`.
+    """
+    return out + module.lora_scale * F.linear(reduced, b)
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:

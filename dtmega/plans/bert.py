@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtmega import config
+from dtmega.config.families.bert import BertKeys
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, ShardBuffer, Whole
 from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbedding
 
 
-def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
+def plan(model: BertKeys, sequence_parallel: bool = True) -> Plan:
     """The plan for a BERT model. Blocks are sharded as in BLOOM. In the two heads, only the vocabulary is sharded.
 
     With sequence parallelism, the masked-word head gathers its whole input [B, S, D], because labelled tokens are

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtmega import config
+from dtmega.config.families.gpt import GPTKeys
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, ShardBuffer
 from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
-def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
+def plan(model: GPTKeys, sequence_parallel: bool = True) -> Plan:
     """The plan for a GPT model: BLOOM's plan, plus a position embedding that is replicated on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtmega import config
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
-def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
+def plan(model: LlamaKeys, sequence_parallel: bool = True) -> Plan:
     """The plan for a Llama model. Heads and feed-forward are sharded evenly; the last vocabulary shard may be smaller.
 
     If there are fewer key/value heads than ranks, several ranks share one key/value head. The collectives are the same

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.plans.experts import ExpertRows, TokenRouter
 from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 
 
-def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
+def plan(model: MoEKeys, sequence_parallel: bool = True) -> Plan:
     """The plan for a mixture of experts: Llama's plan, with each expert sharded like a feed-forward network.
 
     In each layer, the input of the mixture is gathered once, for the router, the experts and the shared experts.
@@ -29,7 +29,7 @@ def plan(model: config.MoE, sequence_parallel: bool = True) -> Plan:
     }
 
 
-def _latent(model: config.MoE, sp: bool) -> Plan:
+def _latent(model: MoEKeys, sp: bool) -> Plan:
     """The plan for all projections of latent attention except the output projection.
 
     Every rank computes the full latent vectors, and computes its own heads from these vectors. The gradients of the

@@ -34,8 +34,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans import adapters, mappings, products
-from dtmega.plans.base import Stack, Style, as_function, computing_on, local_part
+from dtmega.plans import mappings, products
+from dtmega.plans.base import Stack, Style, add_adapter, as_function, computing_on, has_adapter, local_part
 from dtmega.plans.products import product
 
 
@@ -135,10 +135,10 @@ class Column(Style):
     def adapted(self, module: Any, x: Tensor) -> Tensor:
         """Compute this rank's output features, including the result of the layer's adapter, if any."""
         out = self.multiply(module, x)
-        if not adapters.has_adapter(module):
+        if not has_adapter(module):
             return out
         a = self.stack.shared(module.lora_a, self.group, of_heads=True)
-        return adapters.add(module, out, product(x, a), self.rows(module.lora_b))
+        return add_adapter(module, out, product(x, a), self.rows(module.lora_b))
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
         return product(x, self.matrix(module), local_part(module.bias))
@@ -209,9 +209,9 @@ class Row(Style):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         out = self.stack.leave(product(x, self.matrix(module)), self.group)
-        if adapters.has_adapter(module):
+        if has_adapter(module):
             reduced = self.stack.leave(product(x, local_part(module.lora_a)), self.group)
-            out = adapters.add(module, out, reduced, self.stack.shared(module.lora_b, self.group, self.of_heads))
+            out = add_adapter(module, out, reduced, self.stack.shared(module.lora_b, self.group, self.of_heads))
         return out if module.bias is None else out + self.stack.shared(module.bias, self.group, self.of_heads)
 
 
@@ -244,9 +244,9 @@ class Whole(Style):
         group = self.group
         with computing_on(module, lambda parameter: self.stack.shared(parameter, group, self.of_heads)):
             out = type(module).forward(module, *args, **kwargs)
-            if not adapters.has_adapter(module):
+            if not has_adapter(module):
                 return out
-            return adapters.add(module, out, product(args[0], module.lora_a), module.lora_b)
+            return add_adapter(module, out, product(args[0], module.lora_a), module.lora_b)
 
 
 class Norm(Whole):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtmega import config
+from dtmega.config.families.t5 import T5Keys
 from dtmega.plans.styles import Column, Enter, EnterOnce, Norm, Plan, Row, SequenceShard, ShardBuffer
 from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, WholeEmbedding
 
 
-def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
+def plan(model: T5Keys, sequence_parallel: bool = True) -> Plan:
     """The plan for a T5 model. The layers of encoder and decoder are sharded as in Megatron.
 
     The encoder's output is gathered once for all decoder layers of a stage. The output therefore needs only one

@@ -8,8 +8,6 @@ import torch
 
 from dtmega import config, families, rooms
 from dtmega.ops import cost, optim
-from dtmega.pipelining import schedule
-from dtmega.plans.expert_parallel import check_divisible
 from dtmega.training.choices import compiling
 
 SIZES = ("vocab_size", "hidden_size", "ffn_hidden_size", "kv_channels", "max_position_embeddings")
@@ -81,7 +79,7 @@ def check_experts(cfg: config.Config) -> None:
             f"([mesh] ep, [model] name)"
         )
     for module in experts:
-        check_divisible(module, ep)
+        rooms.expert_parallel().check_divisible(module, ep)
 
 
 def check_matrices(cfg: config.Config) -> None:
@@ -132,4 +130,5 @@ def check_pipeline(
             "([recompute] mode, [compile] enable, [mesh] pp)"
         )
     if pp > 1:
-        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
+        data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+        rooms.schedule().check_schedule(cfg, pieces, pp, data_size, compiling(cfg, device))

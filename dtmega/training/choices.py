@@ -1,4 +1,4 @@
-"""Choose values for keys that a configuration leaves open: accumulation, microbatch size, compilation, dtype."""
+"""Choose what a configuration leaves open: accumulation, how weights are kept, compilation, microbatch size, dtype."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from dtmega import config, families
-from dtmega.pipelining import schedule
-from dtmega.pipelining.split import plan_stages
+from dtmega import config, families, rooms
+from dtmega.mesh import World
+from dtmega.ops.cpu import features
 
 Accumulation = Literal["whole", "sharded"]
 SHARE = 10  # "auto" keeps unsharded gradients if they take at most 1 / SHARE of a device's memory
@@ -63,7 +63,7 @@ def whole_gradient_bytes(cfg: config.Config, sizes: Mapping[str, int]) -> int:
     if sizes["pp"] == 1:
         most = n_trained(whole.parameters())
     else:
-        cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), sizes["pp"])
+        cut = rooms.pipelined().cut(cfg, whole, sizes["pp"])
         parts = whole.parts()
         of_stage = []
         for pieces in cut.pieces:
@@ -107,6 +107,53 @@ def accumulation_note(cfg: config.Config, sizes: Mapping[str, int], memory_bytes
     ]
 
 
+def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
+    """Return True if shards, casts, CPU offload, or a split backward require FSDP2 (`fsdp/wrapped.py`).
+
+    Without FSDP2, gradients are all-reduced in place (`fsdp/replicas.py`). If each rank holds the whole model and only
+    casts its weights, `fsdp/masters.py` does the casts. Both copy fewer tensors than FSDP2.
+
+    Args:
+        cfg: configuration of the run.
+        sizes: resolved size of each mesh axis.
+        splits_backward: whether the schedule splits the backward pass in two.
+    """
+    # In a split backward, torch's pass for the weights (`stage_backward_weight`) frees an autograd node at its first
+    # visit, but visits the node once for every weight that uses it. FSDP's own nodes in the graph separate the weights.
+    if splits_backward:
+        return True
+    if keeps_masters(cfg, sizes):
+        return False
+    casts = cfg.precision.params != "float32" or (cfg.precision.reduce != "float32" and sizes["dp_replicate"] > 1)
+    return sizes["dp_shard"] * sizes["cp"] > 1 or casts or cfg.fsdp.cpu_offload
+
+
+def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
+    """Return True if weights need only casts: each rank holds the whole model, and gradients are reduced in fp32."""
+    whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
+    return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
+
+
+def reshards(cfg: config.Config, pp: int, n_shards: int) -> bool:
+    """Return True if FSDP frees a block's gathered weights after the block's forward.
+
+    Args:
+        cfg: configuration of the run.
+        pp: number of pipeline ranks.
+        n_shards: number of ranks over which parameters are sharded.
+    """
+    if cfg.fsdp.reshard_after_forward == "auto":
+        # In a pipeline, each microbatch would gather the weights again. With one shard, there is nothing to free.
+        return pp == 1 and n_shards > 1
+    return cfg.fsdp.reshard_after_forward
+
+
+def multiplies_on_amx(cfg: config.Config, world: World) -> bool:
+    """True if linear layers use the faster bfloat16 products of a CPU with AMX."""
+    on_cpu = world.device.type == "cpu" and features.HAS_TILES
+    return keeps_masters(cfg, world.sizes) and on_cpu and not cfg.run.exact
+
+
 def compiling(cfg: config.Config, device: torch.device) -> bool:
     """True if blocks are compiled; 'auto' compiles on GPUs."""
     return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
@@ -128,7 +175,7 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
         for batch_size in cfg.batch.sizes:
             if batch_size % unit:
                 return False
-            if sizes["pp"] > 1 and schedule.broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
+            if sizes["pp"] > 1 and rooms.schedule().broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
                 return False
         return True
 

@@ -29,16 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtmega import __version__, config
+from dtmega import __version__, config, rooms
 from dtmega.data import cache_dir
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.files import atomic
-from dtmega.fsdp import release, sync_gradients
 from dtmega.mesh import World
-from dtmega.models.lora.proof import blank_to_text
 from dtmega.ops.shards import local
-from dtmega.pipelining.schedule import broken_rule
+from dtmega.training.random_text import blank_to_text
 from dtmega.training.sharded_model import ShardedModel
 
 FACTOR = 4.0  # largest distance of compiled results from the measure, relative to the distance of eager results
@@ -134,6 +132,7 @@ def unlike_eager(
     """
     n = 1
     if world.sizes["pp"] > 1:
+        broken_rule = rooms.schedule().broken_rule
         n = next(n for n in itertools.count(1) if not broken_rule(cfg.pipeline, world.sizes["pp"], n))
     rows = blank_to_text(model.objective.blank(cfg.data, cfg.batch.micro_batch_size), cfg.model.vocab_size)
     microbatches = [{name: tensor.to(world.device) for name, tensor in rows.items()} for _ in range(n)]
@@ -145,8 +144,8 @@ def unlike_eager(
     with _recording(blocks) as calls:
         model.forward_only(microbatches)
     # Else, at the end of each backward, FSDP would reduce zeros into the gradients of all other blocks.
-    for stage in model.stages.values():
-        sync_gradients(stage, False, reshard=model.reshard)
+    for copies in model.copies:
+        copies.expect(last=False, reduces=False)
     wrong, unproven = "", ""
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     for name, call in calls.items():
@@ -159,9 +158,9 @@ def unlike_eager(
             unproven = f"'{name}' in {dtype}: {exit_codes.error_summary(error)}"
             break
         wrong = wrong or (found and f"'{name}': {found}")
-    for stage in model.stages.values():
-        sync_gradients(stage, True, reshard=model.reshard)
-        release(stage)
+    for copies in model.copies:
+        copies.expect(last=True, reduces=True)
+    model.release()
     return _first_of_ranks(wrong, world), _first_of_ranks(unproven, world)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtmega.data.indexed_files.stored import DataLost
+from dtmega.data.lost import DataLost
 from dtmega.distributed import exit_codes
 from dtmega.files import console
 from dtmega.training import out_of_memory

@@ -16,24 +16,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config
-from dtmega.models.experts import GROUPED_PRODUCT
 from dtmega.models.model import Model
-from dtmega.ops.attention_over_ranks import KERNELS
-from dtmega.ops.cpu.linear import BIASED_PRODUCT
+from dtmega.ops.attention import is_kernel
 
-# Selective recomputation saves the results of these operations: matrix products and attention.
-EXPENSIVE = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
-    BIASED_PRODUCT,
-    GROUPED_PRODUCT,
-    *KERNELS,
-}
+# Selective recomputation saves the results of attention and of these matrix products. Ours, of linear layers on CPUs
+# and of experts, are known by their names, because a run loads only those that it uses.
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
+OUR_PRODUCTS = {"dtmega::biased_product", "dtmega::grouped_product"}
+
+
+def is_expensive(operator: Any) -> bool:
+    """True if selective recomputation saves the operator's results."""
+    return operator in PRODUCTS or operator.name() in OUR_PRODUCTS or is_kernel(operator)
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Make the backward pass recompute blocks. In selective mode, EXPENSIVE operations are not recomputed.
+    """Make the backward pass recompute blocks. In selective mode, expensive operations are not recomputed.
 
     `how.method` is Megatron's --activations-checkpoint-method. `block` recomputes the first `layers` blocks of the
     stage. `uniform` recomputes all blocks, in groups of `layers` blocks, and saves only the input of each group.
@@ -46,7 +44,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if how.mode == "selective":

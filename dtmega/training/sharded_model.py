@@ -7,49 +7,58 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtmega import config, families
-from dtmega.checkpoint import starting
-from dtmega.checkpoint.base import Base, location
+from dtmega import rooms
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import Tally
 from dtmega.distributed import replica_check
-from dtmega.formats.sources import Source
-from dtmega.fsdp import release, sync_gradients
-from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
-from dtmega.models.lora import draw_adapters, is_adapter, transposed_layers
-from dtmega.models.lora import proof as lora_proof
 from dtmega.models.model import Model
-from dtmega.models.routing import Loads
 from dtmega.ops import optim, ranges
-from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.shards import boxes, local
-from dtmega.pipelining.schedule import Pipeline
-from dtmega.pipelining.tied import Tied
-from dtmega.plans import sum_partial_gradients
 
 if TYPE_CHECKING:
     from dtmega.fsdp.exact import ExactSums
+    from dtmega.fsdp.replicas import Replicas
+    from dtmega.models.routing import Loads
+    from dtmega.ops.context_parallel import ContextParallel
+    from dtmega.ops.optim.muon import Matrices
+    from dtmega.pipelining.pipeline import Pipeline
+    from dtmega.pipelining.tied import Tied
+
+
+class Copies(Protocol):
+    """The weights that a stage computes with, where these are not its parameters themselves.
+
+    They are casts (`fsdp.masters.Masters`) or gathered shards (`fsdp.wrapped.Gathered`).
+    """
+
+    def expect(self, last: bool, reduces: bool) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class ShardedModel:
-    """This rank's part of a model: its pipeline stages, sharded over tp and fsdp, and methods to train the stages.
+    """This rank's part of a model: its pipeline stages, and methods to train the stages.
+
+    On one process, this is the whole model. `parallelize` sets the attributes after `objective`, each only in runs that
+    need it.
 
     Attributes:
         stages: stage index -> model of the stage; {0: the whole model} without a pipeline.
-        partial: stage index -> names of the parameters whose gradients must be all-reduced over tp.
-        reshard: whether FSDP frees a block's gathered weights after the block's forward and after each backward.
         objective: objective for which the model is trained.
+        copies: copies of parameters with which the stages compute; [] if they compute with the parameters.
+        partial: stage index -> names of the parameters whose gradients must be all-reduced over tp.
+        sum_over_tp: function that all-reduces the gradients in `partial`; None without tp.
         sharded: whether each microbatch's gradients are reduce-scattered, so that only shards of them accumulate.
         pipeline: schedule over all stages; None without a pipeline.
         tied: parameters that this rank's stages share with other stages. Each of these stages holds a copy.
@@ -58,31 +67,26 @@ class ShardedModel:
         context: cp ranks, over which each sequence is sharded; None if cp is 1.
         exact: gradients, added up as fixed-point integers ([run] exact); None if they are reduced in floating point.
         matrices: weights that Muon trains; None if the optimizer is not Muon.
-        loads: loads of the model's experts.
+        loads: loads of the model's experts; None if the model counts none.
         unproven: names of this rank's matrices of adapters that have had no gradient yet.
         on_reduce: function called after backward, before the remaining gradients are reduced over ranks.
     """
 
-    def __init__(
-        self,
-        world: World,
-        stages: Mapping[int, Model],
-        partial: Mapping[int, Sequence[str]],
-        reshard: bool,
-        objective: Objective,
-    ) -> None:
-        self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
-        self.objective = objective
+    def __init__(self, world: World, stages: Mapping[int, Model], objective: Objective) -> None:
+        self.world, self.stages, self.objective = world, stages, objective
+        self.copies: list[Copies] = []
+        self.partial: dict[int, Sequence[str]] = {}
+        self.sum_over_tp: Callable[[nn.Module, Sequence[str], DeviceMesh], None] | None = None
         self.sharded = False
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
-        self.exact: ExactSums | None = None
-        self.matrices: optim.Matrices | None = None
-        self.on_reduce: Callable[[], object] = _do_nothing
         self.context: ContextParallel | None = None
-        self.loads = Loads()
-        self.unproven = [name for name, _ in self.named_parameters() if is_adapter(name)]
+        self.exact: ExactSums | None = None
+        self.matrices: Matrices | None = None
+        self.loads: Loads | None = None
+        self.unproven: list[str] = []
+        self.on_reduce: Callable[[], object] | None = None
 
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters.
@@ -91,30 +95,6 @@ class ShardedModel:
         """
         for stage in self.stages.values():
             init_weights(stage, seed)
-
-    def load_beside(
-        self, source: Source, cfg: config.Config, was: Base | None, with_heartbeats: Callable[[Any], Any]
-    ) -> Base | None:
-        """Load the weights that the checkpoint leaves out, and draw the adapters of a new run.
-
-        `checkpoint/starting.py` describes these weights.
-
-        Returns:
-            A description of the weights that the run's checkpoints leave out; None if they hold all weights.
-        """
-        stored = [(name, tensor) for name, tensor in self.stored_tensors() if not is_adapter(name)]
-        counted = [name for name, parameter in self.counted_once().items() if not parameter.requires_grad]
-        together = self.world.groups["shards"]
-        digests = starting.load_beside(source, with_heartbeats(stored), counted, together, cfg.model, was)
-        path = location(cfg.model, source)
-        if was is not None:
-            return was._replace(path=path)
-        for stage in self.stages.values():
-            draw_adapters(stage, cfg.run.seed)
-        with torch.device("meta"):
-            transposed = transposed_layers(families.build(cfg))
-        elements = sum(math.prod(source.tensors[name][1]) for name in digests)
-        return Base(path, digests, transposed, elements) if digests else None
 
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
@@ -145,7 +125,8 @@ class ShardedModel:
                 self.pipeline.step(parts, tally)
             else:
                 self._run_microbatches(parts, tally)
-        self.on_reduce()
+        if self.on_reduce is not None:
+            self.on_reduce()
         if self.exact is not None:
             self.exact.finish(self.tied)
         else:
@@ -161,15 +142,17 @@ class ShardedModel:
         self._fill_missing_gradients()
         for replicas in self.replicas:
             replicas.finish()
-        for number, model in self.stages.items():
-            sum_partial_gradients(model, self.partial[number], self.world.tp)
+        if self.sum_over_tp is not None:
+            for number, model in self.stages.items():
+                self.sum_over_tp(model, self.partial[number], self.world.tp)
         # Sum tied gradients last. After the reductions over dp and tp, a copy's gradient lacks only the contributions
         # of the other stages that use the parameter.
         for tied in self.tied:
             tied.sum_gradients()
         if self.unproven:
             groups, device = [self.world.groups[name] for name in ("fsdp", "tp")], self.world.device
-            self.unproven = lora_proof.without_gradient(self.unproven, dict(self.named_parameters()), groups, device)
+            parameters = dict(self.named_parameters())
+            self.unproven = rooms.lora_proof().without_gradient(self.unproven, parameters, groups, device)
 
     @contextlib.contextmanager
     def _shared(self, microbatches: Sequence[dict[str, Tensor]]) -> Iterator[Sequence[dict[str, Tensor]]]:
@@ -198,7 +181,8 @@ class ShardedModel:
             # microbatch. Before the last microbatch, each rank accumulates its gradients locally.
             last = i == len(microbatches) - 1
             sums_here = last and self.exact is None
-            sync_gradients(model, sums_here, reshard=self.reshard, sharded=self.sharded)
+            for copies in self.copies:
+                copies.expect(sums_here, reduces=sums_here or self.sharded)
             if last:
                 for replicas in self.replicas:
                     replicas.expect()
@@ -211,7 +195,16 @@ class ShardedModel:
                 torch.autograd.backward([total for total, _ in in_loss], factors)
             if self.exact is not None:
                 self.exact.of_stage[0].swept(i)
-        release(model)
+        self.release()
+
+    def release(self) -> None:
+        """Put the parameters back into the modules, for the optimizer and checkpoints, and free their copies.
+
+        Call this method after the last microbatch, and after a forward without a backward, because such a forward
+        leaves copies in the modules.
+        """
+        for copies in self.copies:
+            copies.release()
 
     @functools.cached_property
     def unseen_elements(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -239,14 +232,14 @@ class ShardedModel:
         for model in self.stages.values():
             model.eval()
         totals = self.forward_only(microbatches)
+        self.release()
         for model in self.stages.values():
-            release(model)
             model.train()
         return totals
 
     @torch.no_grad()
     def forward_only(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Compute this rank's contribution to each sum, without gradients. The caller must `release` the stages."""
+        """Compute this rank's contribution to each sum, without gradients. The caller must `release` the copies."""
         tally = Tally(self.objective.sums, self.world.device, rounded=self.exact and self.exact.rounded)
         with self._shared(microbatches) as parts:
             if self.pipeline is not None:
@@ -264,9 +257,9 @@ class ShardedModel:
         Args:
             skipped: whether the step was skipped, so that no weight has changed.
         """
-        mine = [counts for stage in self.stages.values() if (counts := stage.counts_of_step()) is not None]
-        if not mine:
+        if self.loads is None:
             return
+        mine = [counts for stage in self.stages.values() if (counts := stage.counts_of_step()) is not None]
         total = torch.stack(mine).sum(0)
         dist.all_reduce(total, group=self.world.groups["loss"])
         self.loads.add(total)
@@ -306,7 +299,7 @@ class ShardedModel:
         """Statistics of the last step: zeros in the gradient, norm of the parameters, extreme loads of experts."""
         device = self.world.device
         group = self.world.groups["shards"]
-        values = self.loads.numbers()
+        values = {} if self.loads is None else self.loads.numbers()
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
         if params_norm and self.exact is not None:
@@ -348,10 +341,6 @@ class ShardedModel:
         for tied in self.tied:
             if not tied.equal():
                 raise RuntimeError(f"the copies of '{tied.name}' on stages {tied.stages} are not equal any more")
-
-
-def _do_nothing() -> None:
-    """Do nothing. This function is the default of `on_reduce`."""
 
 
 def _replicated_over_tp(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from dtmega.checkpoint import changes, found, resume, starting
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import START, Progress, State
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
@@ -28,12 +29,10 @@ from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.files import atomic, console
 from dtmega.files.console import counted
-from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
-from dtmega.pipelining.draw import draw_schedule
 from dtmega.training import choices, history, out_of_memory
 from dtmega.training.checks import check
 from dtmega.training.choices import compiling, with_micro_batch_size, with_params_dtype
@@ -147,7 +146,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Settings, Text, Tra
         # Before any folder is made, check the checkpoint paths that the user named.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
-            found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
+            found.check_is_trained(cfg, weights_of(cfg.model))
         data_rank, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
         batches = TrainBatches(
             text.rows("train"),
@@ -188,7 +187,7 @@ def claim_run_directory(
             step.send = paths._asdict()
             if cfg.pipeline.draw:
                 _, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
-                draw_schedule(cfg, settings.sizes["pp"], data_size)
+                rooms.drawn_schedule().draw_schedule(cfg, settings.sizes["pp"], data_size)
     return found.CandidatePaths(**step.received)
 
 
@@ -214,6 +213,11 @@ def check_sees_checkpoints(cfg: Config, newest: str) -> None:
         )
 
 
+def weights_of(model: config.Model) -> Source | None:
+    """The weights that a new run starts with; None if initial values come from the seed."""
+    return rooms.stored().weights(model) if families.of(model).has_weights(model) else None
+
+
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog | None:
     """Open this rank's log, if [log] ranks asks for it. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
@@ -232,7 +236,7 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         if startup.rank == 0:
             # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
-        init = starting.weights_beside(settings.cfg, candidates, families.of(settings.cfg.model).weights)
+        init = starting.weights_beside(settings.cfg, candidates, weights_of)
         step.must_match = found.manifest_digests([*candidates, init])
     dtype = step.received
     settings = settings._replace(
@@ -276,7 +280,8 @@ def fill(
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
         if origin.init is not None:
-            checkpoints.base = model.load_beside(origin.init, cfg, loaded and loaded.base, startup.with_heartbeats)
+            was = loaded and loaded.base
+            checkpoints.base = rooms.weights_beside().load_beside(model, origin.init, cfg, was, startup.with_heartbeats)
         elif loaded is None:
             model.draw(cfg.run.seed)
         if model.exact is not None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dtmega import config
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Place, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import finished, open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.bloom import BloomKeys
 from tests.checkpoint.test_reader import store
 
 NAME = "data-00000.bin"
@@ -135,7 +135,7 @@ def test_the_folder_of_a_runs_first_checkpoint_is_on_the_disk_before_the_checkpo
 def test_converted_weights_are_on_the_disk_before_their_name_and_that_before_the_command_ends(tmp_path, events):
     source = Weights(open_checkpoint(store(f"{tmp_path}/run", {"model/x": torch.ones(3)})))
     events.clear()
-    to_checkpoint.write(f"{tmp_path}/out/w", source, config.Bloom())
+    to_checkpoint.write(f"{tmp_path}/out/w", source, BloomKeys())
     synced = ["fsync data-00000.bin", "fsync manifest.json", "fsync .tmp-w"]
     assert events == [
         *("mkdir out", f"fsync {tmp_path.name}", "mkdir .tmp-w"),
@@ -150,7 +150,7 @@ def test_weights_that_cannot_be_converted_leave_what_was_there_and_say_why(files
     path = store(files.path("w"), {"model/x": torch.ones(3)})
     source = Weights(open_checkpoint(path))
     with pytest.raises(ValueError, match=r"w exists already \(--to\)"):
-        to_checkpoint.write(path, source, config.Bloom())
+        to_checkpoint.write(path, source, BloomKeys())
     open_checkpoint(path).verify()
 
     def stuck(*args: object) -> None:
@@ -163,7 +163,7 @@ def test_weights_that_cannot_be_converted_leave_what_was_there_and_say_why(files
 
     monkeypatch.setattr(Weights, "read", unreadable)
     with pytest.raises(Damaged, match="not intact"):
-        to_checkpoint.write(files.path("other"), source, config.Bloom())
+        to_checkpoint.write(files.path("other"), source, BloomKeys())
     if can_remove:
         assert files.folders() == ["w"]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtmega import config
 from dtmega.checkpoint import manifest, objects, resume, tensor_files
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged
@@ -19,6 +18,7 @@ from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.state import Progress, State
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.files import object_requests
 from dtmega.files.object_requests import Unreachable
 from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, at, client, no_fault, saved
@@ -93,11 +93,11 @@ def test_weights_are_converted_to_an_object_store_once(object_store):
     writer = Writer()
     writer.save(1)
     source = Weights(open_checkpoint(ROOT))
-    to_checkpoint.write("s3://bucket/weights/w", source, config.Bloom(), toml="[model]\n")
+    to_checkpoint.write("s3://bucket/weights/w", source, BloomKeys(), toml="[model]\n")
     assert torch.equal(open_checkpoint("s3://bucket/weights/w").read("model/x"), torch.ones(40, 3))
     assert object_store.objects["weights/w/config.toml"].data == b"[model]\n"
     with pytest.raises(ValueError, match=r"w exists already \(--to\)"):
-        to_checkpoint.write("s3://bucket/weights/w", source, config.Bloom())
+        to_checkpoint.write("s3://bucket/weights/w", source, BloomKeys())
 
 
 @pytest.mark.parametrize(("method", "further"), [("retire", ()), ("remove", ()), ("move", ("superseded-1",))])

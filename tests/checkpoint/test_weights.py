@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import config
 from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.interop import stored
+from dtmega.interop.formats.own import OwnFormats
 from tests.checkpoint.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.
@@ -41,13 +44,13 @@ def no_base(model: config.Model) -> None:
 
 
 def test_every_key_of_a_model_is_of_one_of_the_two_kinds():
-    assert MAY_DIFFER.keys() | OTHER_MODEL.keys() == config.Bloom.model_fields.keys()
+    assert MAY_DIFFER.keys() | OTHER_MODEL.keys() == BloomKeys.model_fields.keys()
     assert not MAY_DIFFER.keys() & OTHER_MODEL.keys()
 
 
 @pytest.mark.parametrize(("key", "value"), [*MAY_DIFFER.items(), *OTHER_MODEL.items()])
 def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_taken(tmp_path, key: str, value: Any):
-    model = config.Bloom(vocab_size=8, hidden_size=16, n_layers=2, n_heads=2)
+    model = BloomKeys(vocab_size=8, hidden_size=16, n_layers=2, n_heads=2)
     there = model.model_copy(update={key: value})
     path = store(f"{tmp_path}/w", {}, config={"model": there.model_dump()})
     asked = model.model_copy(update={"init_from": path})
@@ -64,7 +67,7 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
 def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp_path):
     whole = torch.arange(6.0).view(3, 2)
     stored = {"model/a": whole, "optimizer/exp_avg/a": whole + 1}
-    source = open_checkpoint_weights(config.Bloom(init_from=store(f"{tmp_path}/w", stored)), no_base)
+    source = open_checkpoint_weights(BloomKeys(init_from=store(f"{tmp_path}/w", stored)), no_base)
     assert isinstance(source, Weights)
     assert source.tensors == {"a": (torch.float32, (3, 2))}
     assert torch.equal(source.read("a", (slice(1, 3), slice(0, 1))), whole[1:3, :1])
@@ -73,14 +76,14 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
     opened: list[object] = []
-    monkeypatch.setattr(families.BuiltInFamily, "folder", lambda family, path, model: opened.append((path, model)))
+    monkeypatch.setattr(OwnFormats, "folder", lambda family, path, model: opened.append((path, model)))
     (tmp_path / file).touch()
-    model = config.Bloom(init_from=str(tmp_path))
-    families.of(model).weights(model)
+    model = BloomKeys(init_from=str(tmp_path))
+    stored.weights(model)
     assert opened == [(tmp_path, model)]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
 def test_an_id_of_the_hub_is_refused_with_the_command_that_downloads_it(name: str):
     with pytest.raises(ValueError, match=rf"init_from\); a model of .* hub .* hf download {name} --local-dir gpt2$"):
-        open_checkpoint_weights(config.Bloom(init_from=name), no_base)
+        open_checkpoint_weights(BloomKeys(init_from=name), no_base)

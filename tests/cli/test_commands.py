@@ -31,6 +31,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.cli import commands
 from dtmega.cli.commands import endings
 from dtmega.cli.convert import sources, to_checkpoint
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
@@ -613,7 +614,7 @@ def changed(weights: Weights) -> Memory:
 def test_ranks_that_see_other_weights_under_one_name_write_nothing(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
     to_checkpoint.write(
-        str(tmp_path / "other"), changed(Weights(checkpoint)), config.Bloom(**state_of(checkpoint).config["model"])
+        str(tmp_path / "other"), changed(Weights(checkpoint)), BloomKeys(**state_of(checkpoint).config["model"])
     )
     plant = partial(other_weights_on_rank_1, tmp_path / "other")
     codes, said = convert_on_two(finished, tmp_path / "out", plant)
@@ -636,7 +637,7 @@ def test_a_conversion_sends_a_heartbeat_before_each_tensor(tmp_path, finished, m
 
 def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goes_on(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
-    model = config.Bloom(**state_of(checkpoint).config["model"])
+    model = BloomKeys(**state_of(checkpoint).config["model"])
     weights = Weights(checkpoint)
     first, second = tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "saving"
     first.parent.mkdir(parents=True)

@@ -12,7 +12,9 @@ import pytest
 import tomli
 
 from dtmega import config
-from dtmega.config import Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
+from dtmega.config import Batch, Config, ConfigError, Data, Optim, Run, Train, help, schema
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.config.suggestions import SimilarKeys, read_synonyms
 from dtmega.interop.megatron.launch import flags
 from tests import keys
@@ -29,13 +31,13 @@ def load(tmp_path: Path, toml: str = "", *overrides: str) -> Config:
 
 
 def test_the_table_of_keys_has_those_of_the_code_in_their_order():
-    in_code = [(group.title, k) for group in schema.groups_of(Config) for k in group.fields]
+    in_code = [(group.title, k) for group in help.groups_of(Config) for k in group.fields]
     assert [(row.title, row.key) for row in TABLE] == in_code
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
 def test_a_key_has_the_default_the_values_and_the_bounds_of_the_table(tmp_path: Path, row: keys.Key):
-    (field,) = (group.fields[row.key] for group in schema.groups_of(Config) if group.title == row.title)
+    (field,) = (group.fields[row.key] for group in help.groups_of(Config) if group.title == row.title)
     resolved = getattr(getattr(load(tmp_path, "", "--train.steps", "1", *row.family), row.section), row.key)
     default = 1 if (row.section, row.key) == ("train", "steps") else row.default
     assert (resolved, type(resolved)) == (default, type(default))
@@ -283,7 +285,7 @@ def test_a_key_of_another_family_is_refused_with_whose_it_is(
     "argv", [["--model.path", "x", "--model.name", "hf"], ["--model.name=bloom", '--model.name="hf"', "--model.path=x"]]
 )
 def test_keys_of_a_family_may_come_before_its_name(tmp_path: Path, argv: list[str]):
-    assert load(tmp_path, "[model]\nname = 'bloom'", "--train.steps", "1", *argv).model == Transformers(path="x")
+    assert load(tmp_path, "[model]\nname = 'bloom'", "--train.steps", "1", *argv).model == TransformersKeys(path="x")
 
 
 @pytest.mark.parametrize(
@@ -613,7 +615,7 @@ def help_of(printed: str, title: str, section: str, k: str) -> tuple[str, str]:
 
 
 def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
-    for section, title, fields in schema.groups_of(Config):
+    for section, title, fields in help.groups_of(Config):
         for k, field in fields.items():
             default, line = help_of(printed_help, title, section, k)
             assert tomli.loads(f"v = {default}")["v"] == field.default
@@ -824,13 +826,13 @@ def test_a_section_cannot_be_changed_once_it_is_made():
 
 
 def test_the_feed_forward_is_four_times_as_wide_as_the_model_unless_said():
-    assert (Bloom(hidden_size=64).ffn, Bloom(hidden_size=64, ffn_hidden_size=100).ffn) == (256, 100)
+    assert (BloomKeys(hidden_size=64).ffn, BloomKeys(hidden_size=64, ffn_hidden_size=100).ffn) == (256, 100)
 
 
 def test_other_sizes_follow_from_those_that_are_said():
-    model = Bloom(hidden_size=64, n_heads=4, vocab_size=257, pad_vocab_to_multiple=128)
+    model = BloomKeys(hidden_size=64, n_heads=4, vocab_size=257, pad_vocab_to_multiple=128)
     assert (model.head_dim, model.padded_vocab_size) == (16, 384)
-    assert Bloom(vocab_size=256, pad_vocab_to_multiple=128).padded_vocab_size == 256
+    assert BloomKeys(vocab_size=256, pad_vocab_to_multiple=128).padded_vocab_size == 256
     assert Data(split="8,1.5,0").split_weights == (8.0, 1.5, 0.0)
     assert (Data(path="a").paths, Data(path=["a", "b"]).paths) == (["a"], ["a", "b"])
 

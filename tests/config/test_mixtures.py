@@ -10,7 +10,7 @@ import pytest
 from dtmega import config
 from dtmega.config import mixtures
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.sampling.blend import Blend
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import open_text

@@ -15,16 +15,16 @@ import pytest
 from dtmega import config
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.state import State
-from dtmega.data import text
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.record import text_of
-from dtmega.data.indexed_files.writer import IndexedWriter
-from dtmega.data.objectives.denoising.objectives import Masked
-from dtmega.data.objectives.known import MASKED, PREFIX, SEPARATE_SPANS, SPANS
-from dtmega.data.objectives.objective import NEXT_TOKEN, NextToken
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
+from dtmega.data.objectives.denoising.masked import MASKED, Masked
+from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
+from dtmega.data.objectives.next_token import NEXT_TOKEN, NextToken
+from dtmega.data.objectives.prefixes import PREFIX
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import fingerprint, open_text, repetition_notes
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
 
@@ -153,7 +153,7 @@ def test_a_vocabulary_holds_all_ids_of_the_tokenizer_and_of_the_text_and_no_fewe
 
 
 def test_the_order_of_samples_has_the_number_that_the_identity_names(tmp_path):
-    # Where the second line changes, raise `order` in data/objectives/objective.py and the number here, so older runs
+    # Where the second line changes, raise `order` in data/objectives/next_token.py and the number here, so older runs
     # are refused.
     with IndexedWriter(tmp_path / "one", np.dtype(np.uint16)) as one, IndexedWriter(tmp_path / "two", one.dtype) as two:
         for k in range(20):
@@ -374,7 +374,7 @@ def test_a_bert_reads_the_sentences_of_the_default_corpus(tmp_path, monkeypatch)
         asked.append((tokenizer.name, in_sentences))
         return sentences(tmp_path / "text", record=False)
 
-    monkeypatch.setattr(text, "prepare_stdlib", prepared)
+    monkeypatch.setattr(default_corpus, "prepare", prepared)
     assert bert("stdlib").notes == []
     assert asked == [("stdlib-wordpiece", True)]
 
@@ -391,7 +391,7 @@ def test_a_bert_reads_its_samples_again_after_an_epoch_of_them(tmp_path):
 
 
 def test_the_samples_of_a_bert_have_the_number_that_the_identity_names(tmp_path):
-    # Where the row changes, raise `order` in data/objectives/objective.py and the number here, so older runs are
+    # Where the row changes, raise `order` in data/objectives/denoising/masked.py and the number here, so older runs are
     # refused.
     text = bert(sentences(tmp_path / "text"))
     row = [2, *range(124, 134), 3, 104, 105, 106, 4, 4, *range(109, 113), 4, 114, 115, 4, *range(117, 123), 3]

@@ -22,8 +22,8 @@ from dtmega.checkpoint.cover import cover
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.manifest import Entry, Manifest, StoredChunk
 from dtmega.cli.convert import to_checkpoint
-from dtmega.config import Bloom
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.files import console
 from dtmega.files.console import printable
@@ -158,7 +158,7 @@ def forge(folder: Path, edit: dict[str, Any]) -> None:
 
 def test_inspect_prints_no_character_of_a_checkpoint_that_steers_the_terminal(tmp_path: Path, capsys):
     for name in ("one", "two"):
-        to_checkpoint.write(str(tmp_path / name), Memory("norm.weight"), Bloom())
+        to_checkpoint.write(str(tmp_path / name), Memory("norm.weight"), BloomKeys())
     hidden = {"versions": {CLEAR: CLEAR}, "identity": {"x\nfiles": CLEAR}, "config": {"model": {"name": CLEAR}}}
     forge(tmp_path / "one", hidden)
     assert command(["inspect", str(tmp_path / "one")]) == 0
@@ -172,7 +172,7 @@ def test_inspect_prints_no_character_of_a_checkpoint_that_steers_the_terminal(tm
 def test_a_tensor_whose_name_steers_the_terminal_is_damage_and_the_message_says_it_in_plain_characters(
     tmp_path: Path, capsys
 ):
-    to_checkpoint.write(str(tmp_path / "one"), Memory(CLEAR), Bloom())
+    to_checkpoint.write(str(tmp_path / "one"), Memory(CLEAR), BloomKeys())
     assert command(["inspect", str(tmp_path / "one")]) != 0
     err = capsys.readouterr().err
     assert "expected a printable name, got 'model/\\x1b[2Jall is well'" in err

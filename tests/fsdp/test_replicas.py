@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.fsdp import sends, wraps
+from dtmega.fsdp import sends
 from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.replicas import Replicas
+from dtmega.training.choices import wraps
 from tests import ranks
 
 N = 5  # so that the messages have a fourth and a last sender

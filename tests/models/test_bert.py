@@ -20,8 +20,10 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
-from dtmega.formats.sources import Translated
-from dtmega.formats.whole import tensor_names
+from dtmega.config.families.bert import BertKeys
+from dtmega.interop import stored
+from dtmega.interop.formats.sources import Translated
+from dtmega.interop.formats.whole import tensor_names
 from dtmega.models import bert
 from dtmega.models.initial import init_weights
 from tests import plain_bloom
@@ -53,7 +55,7 @@ def ours_in(folder: Path, **keys: Any) -> bert.Bert:
     """The model of ours that a directory describes, with its weights."""
     _, section = recognise.open_folder(folder, None)
     model = bert.Bert(section.model_copy(update=keys))
-    load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
+    load_weights(stored.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 
@@ -100,9 +102,8 @@ def mean_loss(found: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
 def errors(ours: bert.Bert, theirs: nn.Module) -> dict[str, float]:
     """Relative errors of the gradients, by our names: the keys' biases alone have none but for rounding."""
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    family = families.of(ours.cfg)
-    assert isinstance(family, families.BuiltInFamily)
-    (made, _), parameters = tensor_names(family.form(ours.cfg, "hf"), ours.cfg, family.build)
+    form = stored.of(ours.cfg).form(ours.cfg, "hf")
+    (made, _), parameters = tensor_names(form, ours.cfg, families.of(ours.cfg).build)
     truth = Translated(Memory(gradients), {names[0]: made[names[0]] for names in parameters})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == truth.tensors.keys()
@@ -213,7 +214,7 @@ def test_rows_that_pad_the_vocabulary_take_no_part(tmp_path: Path):
 
 def small(**keys: Any) -> bert.Bert:
     sizes = {"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6}
-    model = bert.Bert(config.Bert(**{**sizes, **keys}))
+    model = bert.Bert(BertKeys(**{**sizes, **keys}))
     init_weights(model, SEED)
     model.init_buffers(SEED)
     return model
@@ -372,9 +373,9 @@ def test_a_bert_that_computes_something_else_is_refused(tmp_path: Path, key: dic
     ],
 )
 def test_a_bert_that_transformers_cannot_compute_is_not_exported(tmp_path: Path, keys: dict[str, Any], named: str):
-    cfg = config.Bert(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
+    cfg = BertKeys(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
     with pytest.raises(ValueError, match=named):
-        families.of(cfg).export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
+        stored.of(cfg).export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
 
 
 def test_a_directory_of_the_other_class_is_refused_by_the_key_that_tells_them_apart(tmp_path: Path):

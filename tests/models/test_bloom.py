@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import config, families
-from dtmega.interop.hf.names.bloom import HF
+from dtmega import families
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.interop.formats.bloom import HF
 from dtmega.models.bloom import Bloom
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
@@ -27,7 +28,7 @@ def hf_name(name: str) -> str:
 
 
 def small(n_heads: int, **keys) -> Bloom:
-    cfg = config.Bloom(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
+    cfg = BloomKeys(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
     model = families.of(cfg).build(cfg)
     init_weights(model, seed=1)
     model.init_buffers(1)
@@ -112,7 +113,7 @@ def test_every_parameter_of_hugging_face_has_a_name_here():
 )
 def test_published_sizes_have_the_published_parameter_counts(layers, hidden, heads, count):
     with torch.device("meta"):
-        cfg = config.Bloom(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads)
+        cfg = BloomKeys(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads)
         model = families.of(cfg).build(cfg)
     assert sum(p.numel() for p in model.parameters()) == count
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega import config
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.data.objectives.prefixes import prefixes
 from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
@@ -46,7 +46,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def model_of(seed: int = SEED, **keys: Any) -> Bloom:
-    model = Bloom(config.Bloom(**EVERYTHING | keys))
+    model = Bloom(BloomKeys(**EVERYTHING | keys))
     init_weights(model, seed)
     model.init_buffers(seed)
     return model
@@ -229,7 +229,7 @@ def train(folder: Path, keys: dict[str, Any]) -> tuple[Record, list[dict[str, Te
 
 
 def plain_loop(
-    cfg: config.Bloom, seed: int, rates: list[float], steps: list[dict[str, Tensor]]
+    cfg: BloomKeys, seed: int, rates: list[float], steps: list[dict[str, Tensor]]
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """AdamW on the definition in fp64: the loss and the gradient norm of each step, and the weights at the end."""
     weights = leaves(plain_bloom.initial(cfg, seed))
@@ -252,7 +252,7 @@ def plain_loop(
 
 def test_a_run_has_the_losses_gradient_norms_and_weights_of_a_plain_loop_for_each_seed(tmp_path: Path):
     keys = RUN | write_text(tmp_path)
-    cfg = config.Bloom(**{name.removeprefix("model."): v for name, v in keys.items() if name.startswith("model.")})
+    cfg = BloomKeys(**{name.removeprefix("model."): v for name, v in keys.items() if name.startswith("model.")})
     tokens = []
     for seed in (0, 7):
         record, steps, evaluations = train(tmp_path / str(seed), keys | {"run.seed": seed})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.moe import MoEKeys
 from dtmega.models import routing
 from dtmega.models.moe import Mixture
 from dtmega.ops.context_parallel import ContextParallel
@@ -28,8 +28,8 @@ DOCUMENTS = ([5, 9, 10], [24], [13, 11])
 WITHOUT_LABEL = (*((0, place) for place in (0, 1, 2, 13)), *((2, place) for place in (0, 1, *range(13, 24))))
 
 
-def sizes(factor: float, **keys: Any) -> config.MoE:
-    return config.MoE(**{"n_experts": E, "experts_per_token": K, "capacity_factor": factor} | keys)
+def sizes(factor: float, **keys: Any) -> MoEKeys:
+    return MoEKeys(**{"n_experts": E, "experts_per_token": K, "capacity_factor": factor} | keys)
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def of_a_rank() -> OfRank:
 
 
 def sums_of_a_model(context: ContextParallel | None) -> dict[str, float]:
-    model = small(config.MoE(**MODEL, capacity_factor=1.0))
+    model = small(MoEKeys(**MODEL, capacity_factor=1.0))
     labels, documents = rows()
     tokens = torch.arange(labels.numel()).view(labels.shape)
     every = {"tokens": tokens, "labels": labels, "document_ids": documents}
@@ -179,7 +179,7 @@ def test_a_mixture_without_dropped_pairs_is_a_loop_that_leaves_them_out():
 
 
 def test_without_labels_nothing_is_dropped_and_an_evaluation_drops_what_training_does():
-    limited, unlimited = small(config.MoE(**MODEL, capacity_factor=0.25)), small(config.MoE(**MODEL))
+    limited, unlimited = small(MoEKeys(**MODEL, capacity_factor=0.25)), small(MoEKeys(**MODEL))
     tokens, labels = batch()
     assert torch.equal(limited(tokens), unlimited(tokens))
     trained = limited(tokens, labels)
@@ -190,7 +190,7 @@ def test_without_labels_nothing_is_dropped_and_an_evaluation_drops_what_training
 
 
 def test_packed_conversations_drop_what_each_drops_alone():
-    model = small(config.MoE(**MODEL, capacity_factor=0.75, balance_loss=0.01))
+    model = small(MoEKeys(**MODEL, capacity_factor=0.75, balance_loss=0.01))
     lengths, prompts = (20, 35, 14), (5, 0, 9)
     padding = 8
     generator = torch.Generator().manual_seed(1)

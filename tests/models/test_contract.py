@@ -129,7 +129,8 @@ def train(layouts: list[str]) -> dict[str, Any]:
 
 
 def trained(keys: dict[str, Any], frozen: tuple[str, ...]) -> dict[str, Any]:
-    families.FAMILIES["bloom"] = dataclasses.replace(two_stacks.FAMILY, frozen=frozen)
+    family = dataclasses.replace(two_stacks.FAMILY, frozen=frozen)
+    families.BUILT_IN["bloom"] = lambda: family
     cfg = configured(keys)
     world = mesh.start(CPU, mesh.resolve(cfg.mesh, torch.distributed.get_world_size()))
     check(cfg, world.sizes, CPU)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.models.generate import Sampling, answer, generate
 from dtmega.models.model import Model
 from tests import plain_bloom
@@ -61,7 +61,7 @@ class Counting(Model):
 
     def __init__(self, longest: int | None) -> None:
         super().__init__()
-        self.cfg, self.longest = config.Bloom(), longest
+        self.cfg, self.longest = BloomKeys(), longest
         self.parameter = nn.Parameter(torch.zeros(()))
         self.lengths: list[int] = []
 

@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
-from dtmega import config, families
+from dtmega import families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
-from dtmega.formats.whole import as_theirs
-from dtmega.interop.hf.names import gpt as gpt_names
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.interop import stored
+from dtmega.interop.formats import gpt as gpt_names
+from dtmega.interop.formats.whole import as_theirs
 from dtmega.models import gpt
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
@@ -48,9 +50,9 @@ def ours_in(folder: Path, **keys: Any) -> gpt.GPT:
     """The model of ours that a directory describes, with its weights."""
     _, section = recognise.open_folder(folder, None)
     section = section.model_copy(update=keys)
-    assert isinstance(section, config.GPT)
+    assert isinstance(section, GPTKeys)
     model = gpt.GPT(section)
-    load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
+    load_weights(stored.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 
@@ -143,7 +145,7 @@ def test_a_document_that_begins_again_gives_the_logits_that_it_gives_alone(tmp_p
 
 
 def test_initial_values_are_megatrons():
-    model = gpt.GPT(config.GPT(vocab_size=V, hidden_size=48, n_layers=8, n_heads=6, init_std=0.3))
+    model = gpt.GPT(GPTKeys(vocab_size=V, hidden_size=48, n_layers=8, n_heads=6, init_std=0.3))
     init_weights(model, SEED)
     std = {"embed": 0.3, "positions": 0.3, "attn.qkv": 0.3, "attn.out": 0.075, "mlp.up": 0.3, "mlp.down": 0.075}
     for name, p in model.named_parameters():

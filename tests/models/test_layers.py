@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import config
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.interop import stored
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
@@ -45,9 +48,7 @@ def attended(
     scaling: bool, dtype: torch.dtype, dropout: float, size: float = 1.0, documents: bool = False
 ) -> list[torch.Tensor]:
     """The output of the 24th layer's attention and the gradient of its input, for queries and keys of this size."""
-    cfg = config.Bloom(
-        hidden_size=32, n_heads=2, vocab_size=9, attention_dropout=dropout, query_key_layer_scaling=scaling
-    )
+    cfg = BloomKeys(hidden_size=32, n_heads=2, vocab_size=9, attention_dropout=dropout, query_key_layer_scaling=scaling)
     attention = FusedAttention(cfg, number=24)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -98,7 +99,7 @@ def test_a_norm_of_the_fp32_stream_rounds_its_output_once(dtype: torch.dtype):
 
 @pytest.mark.parametrize("kind", [Bloom, GPT])
 def test_the_stream_is_fp32_from_the_embedding_to_the_last_norm_and_branches_are_not(kind):
-    section = {Bloom: config.Bloom, GPT: config.GPT}[kind]
+    section = {Bloom: BloomKeys, GPT: GPTKeys}[kind]
     model = kind(section(vocab_size=32, hidden_size=16, n_layers=2, n_heads=2, fp32_residual=True)).half()
     init_weights(model, 0)
     model.init_buffers(0)
@@ -128,7 +129,7 @@ def shazeers(name: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["geglu", "swiglu", "reglu", "liglu"])
 def test_a_gated_feed_forward_is_the_original_with_values_and_gates_side_by_side(name: str):
-    mlp = MLP(config.Bloom(hidden_size=8, n_heads=2, ffn_hidden_size=12, glu=name)).double()
+    mlp = MLP(BloomKeys(hidden_size=8, n_heads=2, ffn_hidden_size=12, glu=name)).double()
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     halves = torch.cat([torch.arange(0, 24, 2), torch.arange(1, 24, 2)])
     expected = mlp.down(shazeers(name, torch.nn.functional.linear(x, mlp.up.weight[halves], mlp.up.bias[halves])))
@@ -139,7 +140,7 @@ def test_a_gated_model_is_no_directory_of_transformers():
     for family, keys in (("bloom", {}), ("gpt", {}), ("bert", {})):
         model = config.model_section({"name": family, "glu": "geglu", **keys}, "here")
         with pytest.raises(ValueError, match="no gated feed-forward: expected glu='none', got 'geglu'"):
-            families.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
+            stored.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
 
 
 def test_a_compiled_gelu_and_its_gradient_are_the_papers_without_a_hyperbolic_tangent():

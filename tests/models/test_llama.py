@@ -26,9 +26,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.cli.convert import recognise
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.distributed import exit_codes
-from dtmega.formats.format import Format
-from dtmega.interop.hf.names.llama import LLAMA, MISTRAL, QWEN3
+from dtmega.interop import stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.llama import LLAMA, MISTRAL, QWEN3
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama, Rotation, rotary_frequencies
@@ -97,8 +99,8 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] 
 }
 
 
-def section(kind: str) -> config.Llama:
-    return config.Llama(**SIZES | KINDS[kind][1])
+def section(kind: str) -> LlamaKeys:
+    return LlamaKeys(**SIZES | KINDS[kind][1])
 
 
 def their_config(kind: str) -> Any:
@@ -106,7 +108,7 @@ def their_config(kind: str) -> Any:
     return of_transformers(**THEIRS | theirs)
 
 
-def small(cfg: config.Llama) -> Llama:
+def small(cfg: LlamaKeys) -> Llama:
     model = families.of(cfg).build(cfg)
     assert isinstance(model, Llama)
     init_weights(model, seed=1)
@@ -118,8 +120,8 @@ def small(cfg: config.Llama) -> Llama:
     return model
 
 
-def by_their_names(cfg: config.Llama, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    _, source = families.of(cfg).as_stored("hf", Memory(tensors), cfg)
+def by_their_names(cfg: LlamaKeys, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    _, source = stored.of(cfg).as_stored("hf", Memory(tensors), cfg)
     return {name: source.read(name) for name in source.tensors}
 
 
@@ -180,7 +182,7 @@ def test_queries_and_keys_are_turned_by_the_positions_that_are_given():
 
 
 def test_the_frequencies_of_llama_3_1_are_those_of_transformers():
-    cfg = config.Llama(hidden_size=4096, n_heads=32, rope_theta=500_000.0, rope_factor=8.0)
+    cfg = LlamaKeys(hidden_size=4096, n_heads=32, rope_theta=500_000.0, rope_factor=8.0)
     rope = THEIR_SCALED | {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
     theirs = LlamaRotaryEmbedding(LlamaConfig(max_position_embeddings=131_072, rope_parameters=rope))
     torch.testing.assert_close(rotary_frequencies(cfg), theirs.inv_freq, rtol=1e-6, atol=0)
@@ -188,7 +190,7 @@ def test_the_frequencies_of_llama_3_1_are_those_of_transformers():
 
 def test_a_rotation_in_bf16_is_exact_but_for_the_rounding_of_its_result():
     x = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    angles = torch.arange(4000, 4008)[:, None, None] * rotary_frequencies(config.Llama(hidden_size=32, n_heads=2))
+    angles = torch.arange(4000, 4008)[:, None, None] * rotary_frequencies(LlamaKeys(hidden_size=32, n_heads=2))
     turned = Rotation(angles.cos(), angles.sin())(x)
     pairs = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
     truth = torch.cat([pairs.real, pairs.imag], dim=-1)
@@ -208,7 +210,7 @@ def test_changing_a_token_leaves_earlier_outputs_bit_equal_and_changes_the_later
 
 
 def test_initial_values_are_normal_and_smaller_where_the_residual_is_written_to():
-    cfg = config.Llama(vocab_size=512, hidden_size=64, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.5)
+    cfg = LlamaKeys(vocab_size=512, hidden_size=64, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.5)
     model = families.of(cfg).build(cfg)
     init_weights(model, seed=1)
     stds = {name: p.std().item() for name, p in model.named_parameters() if p.ndim == 2}
@@ -272,7 +274,7 @@ def test_a_sample_is_what_transformers_generates(kind: str):
 
 def export(model: Llama, folder: Path) -> None:
     weights = Memory({name: p.detach() for name, p in model.named_parameters()})
-    families.of(model.cfg).export(weights, folder, model.cfg, None, rank=0, size=1, barrier=lambda: None)
+    stored.of(model.cfg).export(weights, folder, model.cfg, None, rank=0, size=1, barrier=lambda: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,7 +314,7 @@ def test_a_run_goes_to_transformers_which_goes_on_as_it_does_and_a_run_starts_fr
 def test_what_transformers_saves_is_the_same_model_here(tmp_path, kind):
     ours, theirs = pair(kind)
     theirs.save_pretrained(tmp_path)
-    source = families.of(ours.cfg).folder(tmp_path, ours.cfg)
+    source = stored.of(ours.cfg).folder(tmp_path, ours.cfg)
     for name, parameter in ours.named_parameters():
         assert torch.equal(source.read(name), parameter), name
 
@@ -323,7 +325,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(form: Format):
     if form is not LLAMA:
         plain["num_key_value_heads"] = 2
     theirs: Any = AutoConfig.for_model(**plain)
-    model = config.Llama(**form.section(plain, "config.json"))
+    model = LlamaKeys(**form.section(plain, "config.json"))
     assert model.kv_heads == theirs.num_key_value_heads
     assert model.head_dim == theirs.head_dim
     assert (model.window or None) == getattr(theirs, "sliding_window", None)
@@ -349,10 +351,10 @@ def test_the_layers_with_a_window_are_those_of_transformers(entries: dict[str, A
     sizes = THEIRS | FEW | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 20}
     plain = {"model_type": "qwen3", **sizes, **entries}
     theirs: Any = AutoConfig.for_model(**plain)
-    model = config.Llama(**QWEN3.section(plain, "config.json"))
+    model = LlamaKeys(**QWEN3.section(plain, "config.json"))
     expected = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
     assert [model.window_of(layer) for layer in range(3)] == expected
-    assert model == config.Llama(**QWEN3.section({**theirs.to_dict(), **sizes, **entries}, "config.json"))
+    assert model == LlamaKeys(**QWEN3.section({**theirs.to_dict(), **sizes, **entries}, "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -382,15 +384,15 @@ def test_what_no_class_of_ours_computes_is_refused(kind: str, changed: dict[str,
 def test_a_mistral_without_a_window_is_read_and_written_as_a_llama(tmp_path: Path):
     MistralForCausalLM(MistralConfig(**THEIRS | FEW, sliding_window=None)).save_pretrained(tmp_path / "in")
     source, model = recognise.open_folder(tmp_path / "in", None)
-    written, tensors = families.of(model).as_stored("hf", source, model)
+    written, tensors = stored.of(model).as_stored("hf", source, model)
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert tensors.tensors.keys() == load_file(tmp_path / "in" / "model.safetensors").keys()
 
 
 def test_windows_in_some_layers_without_norms_of_heads_have_no_class():
-    model = config.Llama(**SIZES, window=8, window_layers=[1])
+    model = LlamaKeys(**SIZES, window=8, window_layers=[1])
     with pytest.raises(ValueError, match="hf has no model like this one of name = 'llama': expected window=0"):
-        families.of(model).as_stored("hf", Memory({}), model)
+        stored.of(model).as_stored("hf", Memory({}), model)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -424,7 +426,7 @@ def test_a_directory_of_another_llama_is_refused_with_what_differs(tmp_path, cha
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        families.of(cfg).folder(tmp_path, cfg)
+        stored.of(cfg).folder(tmp_path, cfg)
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
@@ -453,4 +455,4 @@ def test_what_a_llama_cannot_be_or_has_no_key_for_is_refused(keys, message):
 
 
 def test_the_feed_forward_is_that_of_the_published_sizes_where_it_is_left_open():
-    assert [config.Llama(hidden_size=d, n_heads=d // 128).ffn for d in (4096, 5120, 6656)] == [11008, 13824, 17920]
+    assert [LlamaKeys(hidden_size=d, n_heads=d // 128).ffn for d in (4096, 5120, 6656)] == [11008, 13824, 17920]

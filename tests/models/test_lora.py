@@ -20,8 +20,9 @@ from dtmega.models.lora import proof as lora_proof
 from dtmega.models.trainable import elements
 from dtmega.ops import optim
 from dtmega.ops.cpu import linear
-from dtmega.plans import adapters
-from dtmega.training import parallelize
+from dtmega.plans import styles
+from dtmega.training import choices, parallelize
+from dtmega.training.random_text import blank_to_text
 from tests import hf_models, layouts, ranks
 from tests.hf_models import Case
 
@@ -168,8 +169,8 @@ def replaced(n: int) -> str:
             if type(module) is torch.nn.Linear:
                 module.forward = linear._forward.__get__(module)
 
-    parallelize.multiplies_on_amx = lambda cfg, world: True
-    parallelize.multiply_on_amx = multiply
+    choices.multiplies_on_amx = lambda cfg, world: True
+    linear.multiply_on_amx = multiply
     return proof(configured({"rank": 2}, {"name": "llama", **SMALL}), n)
 
 
@@ -184,7 +185,7 @@ def test_a_layer_that_would_train_nothing_is_refused(broken: Any, layers: list[s
 
 
 def multiplied(n: int) -> str:
-    parallelize.multiplies_on_amx = lambda cfg, world: True
+    choices.multiplies_on_amx = lambda cfg, world: True
     return proof(configured({"rank": 2}, {"name": "llama", **SMALL}), n)
 
 
@@ -222,12 +223,12 @@ def test_an_adapter_whose_first_matrix_does_not_learn_is_refused():
 def sharded(mesh: dict[str, int]) -> tuple[str, str]:
     """The proof on ranks whose sharded layers do not train B, and the same of layers that are right."""
     cfg = configured({"rank": 2}, {"name": "llama", **SMALL}, mesh=mesh)
-    right, multiply = proof(cfg, math.prod(mesh.values())), adapters.add
+    right, multiply = proof(cfg, math.prod(mesh.values())), styles.add_adapter
 
     def add(module: Any, out: torch.Tensor, reduced: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return multiply(module, out, reduced, b.detach())
 
-    adapters.add = add
+    styles.add_adapter = add
     return right, proof(cfg, math.prod(mesh.values()))
 
 
@@ -268,7 +269,7 @@ def trained(sizes: dict[str, int]) -> list[list[str]]:
         if forward is not None:
             layer.forward = forward.__get__(layer)
         optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
-        rows = lora_proof.blank_to_text(model.objective.blank(cfg.data, 1), cfg.model.vocab_size)
+        rows = blank_to_text(model.objective.blank(cfg.data, 1), cfg.model.vocab_size)
         words = []
         for _ in range(3):
             optimizer.zero_grad()

@@ -26,9 +26,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.moe import MoEKeys
 from dtmega.distributed import exit_codes
-from dtmega.formats.whole import as_theirs
-from dtmega.interop.hf.names import moe as names
+from dtmega.interop.formats import moe as names
+from dtmega.interop.formats.whole import as_theirs
 from dtmega.models import experts, routing
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.moe import Mixture, MoE
@@ -86,7 +87,7 @@ KINDS = {
 }
 
 
-def small(cfg: config.MoE) -> MoE:
+def small(cfg: MoEKeys) -> MoE:
     model = test_llama.small(cfg)
     assert isinstance(model, MoE)
     return model
@@ -95,7 +96,7 @@ def small(cfg: config.MoE) -> MoE:
 def pair(kind: str) -> tuple[MoE, Any, Any]:
     """The same weights in both, and the format of the second."""
     form, theirs, keys = KINDS[kind]()
-    ours = small(config.MoE(**OURS | keys, max_position_embeddings=256))
+    ours = small(MoEKeys(**OURS | keys, max_position_embeddings=256))
     with torch.no_grad():
         for _, bias in ours.stored_buffers():
             bias.normal_(std=0.3)
@@ -155,7 +156,7 @@ def test_a_directory_is_the_same_bit_for_bit_after_reading_and_writing_it(kind: 
 def test_a_directory_says_that_it_has_no_capacity_and_has_the_logits_that_generation_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    ours = small(config.MoE(**OURS, n_experts=4, capacity_factor=0.5))
+    ours = small(MoEKeys(**OURS, n_experts=4, capacity_factor=0.5))
     there, back = str(tmp_path / "ours"), str(tmp_path / "back")
     to_checkpoint.write(there, Memory({name: p.detach() for name, p in ours.named_parameters()}), ours.cfg)
     assert command(["convert", "--from", "dtmega", there, "--to", "hf", back]) == exit_codes.DONE
@@ -176,7 +177,7 @@ def test_the_feed_forward_of_deepseek_v3_is_that_of_transformers():
     )
     keys: dict[str, Any] = {"n_experts": 16, "experts_per_token": 3, "expert_ffn_hidden_size": 24, "shared_experts": 2}
     keys |= {"expert_groups": 4, "groups_per_token": 2, "routed_scale": 2.5}
-    cfg = config.MoE(hidden_size=48, n_heads=6, router_scores="sigmoid", router_bias=True, **keys)
+    cfg = MoEKeys(hidden_size=48, n_heads=6, router_scores="sigmoid", router_bias=True, **keys)
     ours = Mixture(cfg)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -255,7 +256,7 @@ def test_experts_are_a_loop_over_tokens(chosen: list[list[int]]):
 
 
 def test_of_equal_scores_the_experts_with_smaller_numbers_are_chosen():
-    router = routing.Router(config.MoE(n_experts=64, experts_per_token=3))
+    router = routing.Router(MoEKeys(n_experts=64, experts_per_token=3))
     scores = torch.zeros(100, 64)
     scores[:, 40] = 1.0
     assert router.choose(scores).tolist() == [[40, 0, 1]] * 100
@@ -280,7 +281,7 @@ def better_half(scores: Tensor) -> Tensor:
     ids=["largest scores", "bias", "groups"],
 )
 def test_the_balance_loss_is_the_closed_form_of_each_document(keys: dict[str, Any], choose: Callable[[Tensor], Tensor]):
-    cfg = config.MoE(n_experts=4, experts_per_token=2, hidden_size=16, n_heads=2, **keys)
+    cfg = MoEKeys(n_experts=4, experts_per_token=2, hidden_size=16, n_heads=2, **keys)
     router = routing.Router(cfg)
     if router.bias is not None:
         router.bias += BIAS
@@ -320,13 +321,13 @@ def test_under_cp_the_documents_of_a_row_are_more_than_the_tokens_of_a_rank(monk
     monkeypatch.setattr(routing.functional, "all_reduce", lambda sums, *_: sums)
     ranks: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
     labels, documents = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[2, 3], [0, 1]])
-    texts = routing.texts_of(labels, documents, ranks, config.MoE())
+    texts = routing.texts_of(labels, documents, ranks, MoEKeys())
     assert len(texts.document.unique()) == 4
     assert texts.length[texts.document].tolist() == [1] * 4
 
 
 def test_a_router_bias_follows_the_counts_of_one_training_step_and_of_nothing_else():
-    model = small(config.MoE(**OURS | {"n_layers": 3}, **BALANCED))
+    model = small(MoEKeys(**OURS | {"n_layers": 3}, **BALANCED))
     recompute(model, config.Recompute(mode="full"))
     tokens, labels = batch()
     labels[0, 50:] = -100
@@ -414,7 +415,7 @@ def test_a_published_mixture_has_its_published_size_and_costs_what_its_active_pa
 )
 def test_a_mixture_that_cannot_be_is_refused(keys: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        config.MoE(**keys)
+        MoEKeys(**keys)
 
 
 @pytest.mark.parametrize(
@@ -494,7 +495,7 @@ def test_a_mixture_that_is_no_deepseek_v3_is_not_written_as_one(keys: dict[str, 
 
 def test_all_weights_that_write_to_the_residual_stream_start_smaller_with_more_layers():
     keys = {"shared_experts": 1, "dense_layers": 1, "n_experts": 4, "init_std": 0.5}
-    cfg = config.MoE(vocab_size=V, hidden_size=16, n_layers=8, n_heads=2, **keys)
+    cfg = MoEKeys(vocab_size=V, hidden_size=16, n_layers=8, n_heads=2, **keys)
     with torch.device("meta"):
         model = MoE(cfg)
     writing = ("attn.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")

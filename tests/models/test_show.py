@@ -12,11 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from dtmega import config, families
+from dtmega import families
 from dtmega.__main__ import main as command
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.config.families.bert import BertKeys
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.models.model import Model
-from dtmega.models.show import answered, filled, masked
+from dtmega.models.show_masks import filled, masked
+from dtmega.models.show_spans import answered
 from tests.layouts import FAMILIES, PAIRS, write_data
 from tests.resumed import Training, train_all
 
@@ -90,7 +92,7 @@ def test_masks_may_stand_side_by_side_and_be_all_there_is():
 
 
 def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
-    cfg = config.Bert(vocab_size=8192, hidden_size=32, n_layers=2, n_heads=4, max_position_embeddings=128)
+    cfg = BertKeys(vocab_size=8192, hidden_size=32, n_layers=2, n_heads=4, max_position_embeddings=128)
     torch.manual_seed(0)
     model = families.of(cfg).build(cfg)
     for parameter in model.parameters():

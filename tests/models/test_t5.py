@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dtmega import config, families
 from dtmega.checkpoint.weights import load_weights
 from dtmega.cli.convert import recognise
-from dtmega.formats.sources import Translated
-from dtmega.formats.whole import tensor_names
+from dtmega.config.families.t5 import T5Keys
+from dtmega.interop import stored
+from dtmega.interop.formats import t5 as t5_names
+from dtmega.interop.formats.sources import Translated
+from dtmega.interop.formats.whole import tensor_names
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import TensorFiles
-from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.models import count, t5
 from dtmega.models.generate import Sampling, answer
 from dtmega.models.initial import init_weights
@@ -32,7 +33,7 @@ from tests.interop.hf.files.test_ours import Memory
 
 V, S, T = 131, 29, 11
 SEED = 7
-FAMILY = families.FAMILIES["t5"]
+FILES = stored.of(T5Keys())
 SIZES = {
     **{"vocab_size": V, "d_model": 48, "d_kv": 16, "d_ff": 100, "num_layers": 3, "num_decoder_layers": 2},
     **{"num_heads": 6, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
@@ -63,16 +64,16 @@ def theirs_in(folder: Path, form: str, **keys: Any) -> Any:
     return transformers.T5ForConditionalGeneration.from_pretrained(folder).train()
 
 
-def section_of(folder: Path) -> config.T5:
+def section_of(folder: Path) -> T5Keys:
     theirs = config_json.read_plain(folder)
-    return config.T5.model_validate({"name": "t5", **t5_names.HF.section(theirs, str(folder), TensorFiles(folder))})
+    return T5Keys.model_validate({"name": "t5", **t5_names.HF.section(theirs, str(folder), TensorFiles(folder))})
 
 
 def ours_in(folder: Path, **keys: Any) -> t5.T5:
     """The model of ours that a directory describes, with its weights."""
     section = section_of(folder)
     model = t5.T5(section.model_copy(update=keys))
-    load_weights(FAMILY.folder(folder, section), model.named_parameters(), V)
+    load_weights(FILES.folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 
@@ -222,7 +223,7 @@ MEGATRON: dict[str, Any] = {
 def small(**keys: Any) -> t5.T5:
     """A model with no vector of zeros or ones."""
     sizes = {"vocab_size": V, "hidden_size": 48, "n_layers": 3, "n_decoder_layers": 2, "n_heads": 6}
-    model = t5.T5(config.T5(**{**sizes, **keys}))
+    model = t5.T5(T5Keys(**{**sizes, **keys}))
     init_weights(model, SEED)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -232,7 +233,7 @@ def small(**keys: Any) -> t5.T5:
     return model
 
 
-def megatron(weights: dict[str, Tensor], cfg: config.T5, x: dict[str, Tensor]) -> Tensor:
+def megatron(weights: dict[str, Tensor], cfg: T5Keys, x: dict[str, Tensor]) -> Tensor:
     """Logits [B, T, V]: `t5_model.py` and `transformer.py` of Megatron-LM, in fp64, without dropout.
 
     One embedding and one table of positions for both stacks; LayerNorm first; scores / sqrt(K); a head with a bias.
@@ -320,7 +321,7 @@ def test_a_gate_relu_and_erf_are_those_of_the_formula():
 def test_initial_values_are_those_of_the_original(init: str):
     """transformers' `T5PreTrainedModel._init_weights` ; Megatron divides what writes by sqrt(2 L)."""
     keys = {"fan_in": {"kv_channels": 4, "ffn_hidden_size": 100}, "normal": {**MEGATRON, "init_std": 0.3}}[init]
-    model = t5.T5(config.T5(vocab_size=V, hidden_size=48, n_layers=8, n_decoder_layers=2, n_heads=6, **keys))
+    model = t5.T5(T5Keys(vocab_size=V, hidden_size=48, n_layers=8, n_decoder_layers=2, n_heads=6, **keys))
     init_weights(model, SEED)
     std = {
         "fan_in": {
@@ -366,7 +367,7 @@ def test_initial_values_are_those_of_the_original(init: str):
 )
 def test_keys_that_contradict_are_refused(keys: dict[str, Any], named: str):
     with pytest.raises(ValueError, match=named):
-        config.T5(**keys)
+        T5Keys(**keys)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -374,8 +375,8 @@ def test_keys_that_contradict_are_refused(keys: dict[str, Any], named: str):
 
 def exported(folder: Path, out: Path) -> None:
     section = section_of(folder)
-    source = FAMILY.folder(folder, section)
-    FAMILY.export(source, out, section, None, rank=0, size=1, barrier=int)
+    source = FILES.folder(folder, section)
+    FILES.export(source, out, section, None, rank=0, size=1, barrier=int)
 
 
 @pytest.mark.parametrize("proj", t5_names.FEED_FORWARDS)
@@ -410,7 +411,7 @@ def test_what_files_of_old_versions_have_twice_or_in_vain_is_read(tmp_path: Path
 def test_a_directory_tells_apart_whether_the_head_is_the_embedding_and_whether_it_is_scaled(tmp_path: Path, form: str):
     theirs = theirs_in(tmp_path, form)
     _, model = recognise.open_folder(tmp_path, None)
-    assert isinstance(model, config.T5)
+    assert isinstance(model, T5Keys)
     assert model.tied == (theirs.lm_head.weight is theirs.shared.weight)
     assert model.scale_head == theirs.config.scale_decoder_outputs
     other = model.model_copy(update={"tied": not model.tied})
@@ -438,9 +439,9 @@ def test_a_head_that_is_stored_with_the_values_of_the_embedding_is_tied_to_it(tm
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_t5_that_transformers_cannot_compute_is_not_exported(tmp_path: Path, keys: dict[str, Any], named: str):
-    cfg = config.T5(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
+    cfg = T5Keys(vocab_size=V, hidden_size=48, n_layers=2, n_heads=6, **keys)
     with pytest.raises(ValueError, match=named):
-        FAMILY.export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
+        FILES.export(Memory({}), tmp_path / "out", cfg, None, rank=0, size=1, barrier=int)
 
 
 @pytest.mark.parametrize("key", [{"feed_forward_proj": "gated-silu"}, {"is_encoder_decoder": False}])
@@ -455,7 +456,7 @@ def test_a_t5_that_computes_something_else_is_refused(tmp_path: Path, key: dict[
 
 
 def test_flops_are_those_of_the_tokens_that_each_weight_and_each_pair_is_for():
-    cfg = config.T5(vocab_size=V, hidden_size=48, n_layers=3, n_decoder_layers=2, n_heads=6, ffn_hidden_size=100)
+    cfg = T5Keys(vocab_size=V, hidden_size=48, n_layers=3, n_decoder_layers=2, n_heads=6, ffn_hidden_size=100)
     with torch.device("meta"):
         pieces = count.pieces(t5.T5(cfg))
     square, ffn, pairs = 48 * 48, 2 * 48 * 100, 2 * 48

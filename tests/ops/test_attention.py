@@ -13,7 +13,7 @@ from dtmega.ops import attention as A
 from dtmega.ops import attention_rule as R
 from dtmega.ops.attention_rule import AttentionRule, alibi_slopes, attention_rule
 from dtmega.ops.block_mask import block_mask
-from dtmega.ops.cpu import features
+from dtmega.ops.cpu.attention import attention_cpu
 from tests.ops.test_attention_rule import Largest
 
 H = 6
@@ -87,7 +87,7 @@ def test_a_soft_cap_bounds_scores_before_the_bias_is_added(flex: bool):
 @FLEX_IN_EAGER
 @pytest.mark.parametrize("kernel", ["chunks", "products", "flex", "formula"])
 def test_values_may_be_narrower_than_keys(kernel: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
+    monkeypatch.setattr(A, "attention_cpu", attention_cpu)
     dtype, bound = (torch.bfloat16, 2e-2) if kernel == "products" else (torch.float64, 1e-6)
     q, k, v = qkv(100, dtype, shared_by=2)
     inputs = q, k, v[..., :10].clone()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from dtmega.ops import attention_rule as R
+from dtmega.ops import block_mask as masks
 from dtmega.ops.block_mask import block_mask
 
 H = 6
@@ -150,8 +151,8 @@ def test_a_mask_for_the_gpu_looks_at_no_pair_of_tokens():
 
 
 def test_a_gpu_gets_a_mask_of_blocks_unless_no_kernel_is_wanted(monkeypatch):
-    for name in ("block_mask", "_consecutive", "_strip"):
-        monkeypatch.setattr(R, name, lambda rule, name=name: name)
+    for module, name in ((masks, "block_mask"), (R, "_consecutive"), (R, "_strip")):
+        monkeypatch.setattr(module, name, lambda rule, name=name: name)
     with FakeTensorMode():  # the GPU need not be there
         places = torch.zeros(2, 300, dtype=torch.int64, device="cuda")
         kernel, formula = (R.attention_rule(places, causal=True, fused=fused) for fused in (True, False))

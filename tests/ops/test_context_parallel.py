@@ -20,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtmega import config, families
 from dtmega.ops import attention_rule as R
-from dtmega.ops import context_parallel, keyed
+from dtmega.ops import context_parallel, keyed, sequence_exchange
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
-from dtmega.ops.context_parallel import ContextParallel
-from dtmega.ops.shared_rule import RunRule, SharedRule
+from dtmega.ops.block_mask import block_mask
+from dtmega.ops.context_parallel import ContextParallel, RunRule, SharedRule
 from tests import ranks
 
 # Number of ranks -> the two slices of each rank, as in the figure of Llama 3's paper, section 3.3.2.
@@ -238,7 +238,7 @@ def of_rank(
 
 
 def _for_flex(rule: R.AttentionRule) -> R.AttentionRule:
-    return rule._replace(strip=None, block_mask=R.block_mask(rule))
+    return rule._replace(strip=None, block_mask=block_mask(rule))
 
 
 DROPOUT = Dropout(
@@ -294,8 +294,8 @@ def alive(keeps: bool, dropped: bool) -> list[bool]:
     rule = attention_rule(context.slice(torch.arange(S).repeat(B, 1), True), causal=True, context=context)
     shape = (B, H, S // context.group.size(), K)
     q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
-    in_order, found = context_parallel._in_order, list[bool]()
-    with patch.object(context_parallel, "_in_order", join):
+    in_order, found = sequence_exchange.in_order, list[bool]()
+    with patch.object(context_parallel, "in_order", join), patch.object(sequence_exchange, "in_order", join):
         out = attention(q, k, v, rule, DROPOUT if dropped else None)
         found.append(not all(storage.expired() for storage in seen))
         torch.autograd.grad(out.sum(), [q, k, v], retain_graph=True)

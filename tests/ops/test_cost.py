@@ -14,21 +14,26 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtmega import families
-from dtmega.config import Bert, Bloom, Llama, Transformers, validate
+from dtmega.config import validate
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.hf import TransformersKeys
+from dtmega.config.families.llama import LlamaKeys
+from dtmega.interop import stored
 from dtmega.ops import cost
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
 from tests.interop.hf.test_model import ALIKE, DISTINCT
 from tests.models.test_moe import pair
 
-BLOOM_176B = Bloom(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
+BLOOM_176B = BloomKeys(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
 SEQ_LEN = 12
 
 
 def counted(folder: Path, theirs: Any) -> list[cost.Piece]:
     """The pieces of a model of transformers, by its configuration."""
     folder.joinpath("config.json").write_text(json.dumps(theirs.to_dict()))
-    return families.pieces(Transformers(path=str(folder)))
+    return families.pieces(TransformersKeys(path=str(folder)))
 
 
 def elements_of(theirs: Any) -> int:
@@ -52,7 +57,7 @@ def check_flops(found: Sequence[cost.Piece], theirs: Any) -> None:
     ids=["as it is", "F 100", "post-layernorm"],
 )
 def test_the_pieces_of_a_bloom_are_the_closed_forms(keys: dict[str, Any]):
-    model = Bloom(vocab_size=99, hidden_size=48, n_layers=3, n_heads=6, **keys)
+    model = BloomKeys(vocab_size=99, hidden_size=48, n_layers=3, n_heads=6, **keys)
     embed, *layers, head = families.pieces(model)
     assert [piece.name for piece in layers] == ["layers.0", "layers.1", "layers.2"]
     d, words = 48, 99 * 48
@@ -66,7 +71,7 @@ def test_the_pieces_of_a_bloom_are_the_closed_forms(keys: dict[str, Any]):
 
 
 def test_rows_that_pad_the_vocabulary_are_there_but_do_not_multiply():
-    model = Bloom(vocab_size=99, hidden_size=48, n_layers=1, n_heads=6)
+    model = BloomKeys(vocab_size=99, hidden_size=48, n_layers=1, n_heads=6)
     padded = families.pieces(model.model_copy(update={"pad_vocab_to_multiple": 64}))
     assert cost.n_parameters(padded) == closed_forms.elements(model) + (128 - 99) * 48
     assert cost.flops_per_token(padded, SEQ_LEN) == closed_forms.flops_per_token(model, SEQ_LEN)
@@ -108,9 +113,9 @@ def test_latent_attention_costs_the_flops_that_pytorch_counts():
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_pieces_of_a_bert_have_the_parameters_and_the_flops_of_transformers(norm: str):
-    model = Bert(vocab_size=131, hidden_size=48, n_layers=2, n_heads=6, max_position_embeddings=SEQ_LEN, norm=norm)
+    model = BertKeys(vocab_size=131, hidden_size=48, n_layers=2, n_heads=6, max_position_embeddings=SEQ_LEN, norm=norm)
     found = families.pieces(model)
-    described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].to_config(model)
+    described = stored.of(model).formats["hf"][norm == "pre"].to_config(model)
     theirs = getattr(transformers, described["architectures"][0])
     theirs = theirs(theirs.config_class(**described, attn_implementation="eager"))
     assert cost.n_parameters(found) == elements_of(theirs)
@@ -137,7 +142,7 @@ def test_llama_3_8b_has_its_published_number_of_parameters(tmp_path: Path):
 @pytest.mark.parametrize("window", [1, 5, 12, 100])
 def test_attention_in_a_window_costs_the_keys_that_a_token_sees_on_average(window: int):
     sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 48, "n_heads": 6, "n_kv_heads": 2, "kv_channels": 16}
-    found = families.pieces(Llama(**sizes, n_layers=2, window=window, window_layers=[1]))
+    found = families.pieces(LlamaKeys(**sizes, n_layers=2, window=window, window_layers=[1]))
     for layer, most in ((found[1], SEQ_LEN), (found[2], window)):
         # The mean of the keys before a token and those with it, as the S / 2 of a causal query is.
         keys = sum((min(i, most) + min(i + 1, most)) / 2 for i in range(SEQ_LEN))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dtmega import config
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf.model import HF
 from dtmega.models.generate import Sampling, answer, generate, generate_together
 from dtmega.models.gpt import GPT
@@ -32,9 +33,7 @@ PROMPTS = [[7], [1, 2, 3], [(11 * i) % 120 for i in range(70)]]
 
 
 def a_gpt() -> GPT:
-    model = GPT(
-        config.GPT(vocab_size=V, hidden_size=48, n_layers=3, n_heads=6, max_position_embeddings=90, init_std=0.3)
-    )
+    model = GPT(GPTKeys(vocab_size=V, hidden_size=48, n_layers=3, n_heads=6, max_position_embeddings=90, init_std=0.3))
     init_weights(model, 3)
     model.init_buffers(3)
     return model
@@ -99,7 +98,7 @@ def test_a_greedy_sample_is_that_of_transformers_with_a_past_and_without(tmp_pat
     ours = DECODERS[family]()
     test_llama.export(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    theirs_here = HF(config.Transformers(path=str(tmp_path)))
+    theirs_here = HF(TransformersKeys(path=str(tmp_path)))
     theirs_here.hf.load_state_dict(theirs.state_dict())
     greedy = dataclasses.replace(SAMPLING, temperature=0)
     alone = []

@@ -17,27 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.sums import Tally
 from dtmega.models.bloom import Bloom
 from dtmega.ops import keyed, optim
 from dtmega.ops.cost import Piece
+from dtmega.pipelining import pipeline as pipeline_room
 from dtmega.pipelining import tied as tied_room
 from dtmega.pipelining.draw import draw, draw_schedule
-from dtmega.pipelining.schedule import Pipeline, check_schedule
+from dtmega.pipelining.pipeline import Pipeline
+from dtmega.pipelining.schedule import check_schedule
 from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
 from dtmega.pipelining.tied import Tied, shared
 from tests import ranks
 
-MODEL = config.Bloom(
+MODEL = BloomKeys(
     vocab_size=67, hidden_size=16, n_layers=8, n_heads=4, hidden_dropout=0.1, attention_dropout=0.1, init_std=0.2
 )
 PIECES = families.pieces(MODEL)
@@ -50,7 +53,7 @@ def settings(**sections: dict[str, Any]) -> config.Config:
     return config.Config(train=config.Train(steps=1), model=MODEL, data=config.Data(**data), **sections)
 
 
-def layers_of_stages(model: config.Bloom, seq_len: int, n_stages: int) -> list[list[int]]:
+def layers_of_stages(model: BloomKeys, seq_len: int, n_stages: int) -> list[list[int]]:
     """The numbers of the layers of each stage, balanced."""
     stages = pieces_of_stages(families.pieces(model), seq_len, config.Pipeline(), n_stages)
     return [[int(name.removeprefix("layers.")) for name in stage if name not in ("embed", "head")] for stage in stages]
@@ -59,7 +62,7 @@ def layers_of_stages(model: config.Bloom, seq_len: int, n_stages: int) -> list[l
 @pytest.mark.parametrize(("mask_prob", "in_the_first"), [(0.15, 2), (0.9, 4)])
 def test_a_head_that_reads_labelled_tokens_only_is_as_long_as_their_share(mask_prob: float, in_the_first: int):
     """A layer's 12 D^2 weights meet all tokens, the head's V D + D^2 those with a label: all would be four layers."""
-    model = config.Bert(vocab_size=4 * 12 * 64, hidden_size=64, n_layers=4, n_heads=4)
+    model = BertKeys(vocab_size=4 * 12 * 64, hidden_size=64, n_layers=4, n_heads=4)
     asked = settings().model_copy(update={"model": model, "data": config.Data(seq_len=1, mask_prob=mask_prob)})
     first, second = plan_stages(asked, families.pieces(model), 2).pieces
     assert (len(first) - len(["embed"]), second[-1]) == (in_the_first, "head")
@@ -107,12 +110,12 @@ def test_the_first_and_the_last_stage_of_a_v_are_on_rank_0():
 
 
 def test_the_head_of_bloom_176b_weighs_what_it_costs():
-    model = config.Bloom(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
+    model = BloomKeys(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
     assert [len(stage) for stage in layers_of_stages(model, 2048, 12)] == [6] * 11 + [4]
 
 
 def test_a_head_that_costs_many_layers_gets_a_stage_alone():
-    model = config.Bloom(vocab_size=250880, hidden_size=1024, n_layers=24, n_heads=16)
+    model = BloomKeys(vocab_size=250880, hidden_size=1024, n_layers=24, n_heads=16)
     assert [len(stage) for stage in layers_of_stages(model, 2048, 8)] == [0, 4, 4, 4, 4, 4, 4, 0]
 
 
@@ -129,7 +132,7 @@ def test_a_head_that_costs_many_layers_gets_a_stage_alone():
 def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_memory(n_layers, words, seq_len):
     d, n_stages = 16, 4
     vocabulary = words * d
-    model = config.Bloom(vocab_size=vocabulary, hidden_size=d, n_layers=n_layers, n_heads=4)
+    model = BloomKeys(vocab_size=vocabulary, hidden_size=d, n_layers=n_layers, n_heads=4)
     layer_flops = 6 * 12 * d * d + 6 * seq_len * d
     flops = [0, *[layer_flops] * n_layers, 6 * vocabulary * d]
     end = vocabulary * d + 2 * d  # with a LayerNorm; the tied weight is on both
@@ -854,8 +857,8 @@ class Schedule:
 
 @pytest.mark.parametrize("csv", ["", "schedule.csv"])
 def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another_use(monkeypatch, csv):
-    monkeypatch.setattr(torch_schedules, "get_schedule_class", {"ZBVZeroBubble": Schedule}.get)
-    monkeypatch.setattr(torch_schedules, "_PipelineScheduleRuntime", Schedule)
+    monkeypatch.setattr(pipeline_room, "get_schedule_class", {"ZBVZeroBubble": Schedule}.get)
+    monkeypatch.setattr(pipeline_room, "_PipelineScheduleRuntime", Schedule)
     monkeypatch.setattr(Schedule, "built", [])
     monkeypatch.setattr(Schedule, "given", [])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtmega import config, families, mesh
 from dtmega.models.lora import is_adapter
 from dtmega.ops.shards import full_tensor
-from dtmega.training import parallelize
+from dtmega.training import adapter_proof, parallelize
 from tests import ranks
 
 LLAMA = {"name": "llama", "hidden_size": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 40, "ffn_hidden_size": 48}
@@ -33,7 +33,7 @@ def gradients(n: int, models: list[dict[str, Any]], sequence_parallel: bool) -> 
         }
         cfg = families.resolve(config.validate(sections, "test"))
         world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, n))
-        with patch.object(parallelize, "_prove_adapters"):
+        with patch.object(adapter_proof, "prove"):
             sharded = parallelize.parallelize(cfg, world)
         sharded.draw(1)  # B, too, is not zero
         tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtmega import config, plans
+from dtmega import plans
+from dtmega.config.families.bert import BertKeys
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.bert import Bert
 from dtmega.plans import bert
@@ -37,7 +38,7 @@ LABELLED = {1: 130, 4: 5, 7: 70, 13: 99, 14: 2}  # places in a batch -> labels
 
 def small(**keys: Any) -> Bert:
     """Values of parameters by their names, biases and norms too, so that a missing or doubled term shows."""
-    cfg = config.Bert(vocab_size=V, hidden_size=D, n_layers=2, n_heads=6, **keys)
+    cfg = BertKeys(vocab_size=V, hidden_size=D, n_layers=2, n_heads=6, **keys)
     model = Bert(cfg)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtmega import config, families, plans
+from dtmega import families, plans
+from dtmega.config.families.moe import MoEKeys
 from dtmega.models.moe import MoE
 from dtmega.plans import moe
 from tests import ranks
@@ -20,7 +21,7 @@ SIZES: dict[str, Any] = {
 
 
 def small(q_latent_size: int) -> MoE:
-    cfg = config.MoE(**SIZES, q_latent_size=q_latent_size)
+    cfg = MoEKeys(**SIZES, q_latent_size=q_latent_size)
     model = families.of(cfg).build(cfg)
     assert isinstance(model, MoE)
     return with_values(model)  # pyright: ignore[reportArgumentType, reportReturnType]

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, families, plans
+from dtmega import families, plans
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.models.bloom import Block, Bloom
 from dtmega.models.layers import FusedAttention, KeyedDropout
 from dtmega.ops import attention
@@ -63,7 +64,7 @@ def far(ours: Tensor, truth: Tensor) -> float:
 
 
 def small(heads: int, device: str = "cpu", **keys: Any) -> Bloom:
-    cfg = config.Bloom(vocab_size=V, hidden_size=8 * heads, n_layers=2, n_heads=heads, **keys)
+    cfg = BloomKeys(vocab_size=V, hidden_size=8 * heads, n_layers=2, n_heads=heads, **keys)
     with torch.device(device):
         return families.of(cfg).build(cfg)
 
@@ -185,7 +186,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     """Megatron's attention and layer tests: 3 heads a rank, K 7, b5 (s13 there; here tp must divide it)."""
     torch.manual_seed(3)
     heads = 3 * mesh.size()
-    cfg = config.Bloom(hidden_size=7 * heads, n_heads=heads)
+    cfg = BloomKeys(hidden_size=7 * heads, n_heads=heads)
     x, g = torch.randn(5, 12, 7 * heads), torch.randn(5, 12, 7 * heads)
     part = rows if sequence_parallel else torch.clone
     places, head_ids = torch.arange(12).repeat(5, 1), torch.arange(heads, dtype=torch.int32)
@@ -426,7 +427,7 @@ def refusals() -> dict[str, str]:
     tokens = batch()["tokens"]
 
     def apply(changes: dict[str, Any], **keys: Any) -> str:
-        cfg = config.Bloom(**{"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6} | keys)
+        cfg = BloomKeys(**{"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6} | keys)
         with torch.device("meta"):
             fresh = families.of(cfg).build(cfg)
         return message(plans.apply_plan, fresh, mesh, {**bloom.plan(cfg), **changes})

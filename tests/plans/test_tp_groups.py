@@ -20,6 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega import config, mesh, plans
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.llama import LlamaKeys
+from dtmega.config.families.t5 import T5Keys
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
@@ -28,8 +33,8 @@ from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama
 from dtmega.models.model import Model
 from dtmega.models.t5 import T5
+from dtmega.ops.vocab_loss import vocab_parallel_cross_entropy
 from dtmega.plans import bert, bloom, gpt, llama, t5
-from dtmega.plans.loss import vocab_parallel_cross_entropy
 from dtmega.plans.styles import Column, Row
 from dtmega.training.recompute import recompute
 from tests import ranks
@@ -37,11 +42,11 @@ from tests import ranks
 B, S, T, V, HEADS = 2, 24, 8, 131, 4
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "n_heads": HEADS}
 MODELS: dict[str, Callable[[], Model]] = {
-    "bloom": lambda: Bloom(config.Bloom(**SIZES, n_layers=1)),
-    "gpt": lambda: GPT(config.GPT(**SIZES, n_layers=1, max_position_embeddings=S)),
-    "llama": lambda: Llama(config.Llama(**SIZES, n_layers=1, n_kv_heads=2)),
-    "bert": lambda: Bert(config.Bert(**SIZES, n_layers=1, max_position_embeddings=S)),
-    "t5": lambda: T5(config.T5(**SIZES, n_layers=1, n_decoder_layers=1)),
+    "bloom": lambda: Bloom(BloomKeys(**SIZES, n_layers=1)),
+    "gpt": lambda: GPT(GPTKeys(**SIZES, n_layers=1, max_position_embeddings=S)),
+    "llama": lambda: Llama(LlamaKeys(**SIZES, n_layers=1, n_kv_heads=2)),
+    "bert": lambda: Bert(BertKeys(**SIZES, n_layers=1, max_position_embeddings=S)),
+    "t5": lambda: T5(T5Keys(**SIZES, n_layers=1, n_decoder_layers=1)),
 }
 PLANS: dict[str, Callable[..., Any]] = {
     "bloom": bloom.plan,

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config, mesh, train
-from dtmega.models.lora.proof import blank_to_text
 from dtmega.ops.shards import local
 from dtmega.plans import products
 from dtmega.training import compiled_proof
 from dtmega.training.parallelize import parallelize
+from dtmega.training.random_text import blank_to_text
 from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 from tests.planning import real_step

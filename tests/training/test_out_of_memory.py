@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from dtmega import config, train
 from dtmega.distributed import exit_codes, process
+from dtmega.models.model import Model
 from dtmega.ops import optim
-from dtmega.training import out_of_memory, parallelize
+from dtmega.training import out_of_memory
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import flags
@@ -87,7 +88,7 @@ def test_other_errors_are_no_lack_of_memory(error: Exception | None):
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line_without_a_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parallelize, "_move_buffers", lambda *_: ask_for_too_much())
+    monkeypatch.setattr(Model, "move_buffers", lambda *_: ask_for_too_much())
     assert alone(KEYS | write_text(tmp_path), tmp_path / "run") == exit_codes.REFUSED
     said = capsys.readouterr().err
     assert "out of memory while the model is built (" in said

@@ -18,12 +18,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, families, fsdp, mesh
+from dtmega import config, families, mesh
+from dtmega.fsdp import wrapped
+from dtmega.fsdp.masters import Masters
 from dtmega.models.layers import LMHead
 from dtmega.ops import keyed
+from dtmega.ops.compiled_softmax import CompiledPasses
 from dtmega.ops.shards import dim_to_cut, local
+from dtmega.ops.softmax import Passes
 from dtmega.training.checks import check
-from dtmega.training.choices import with_micro_batch_size
+from dtmega.training.choices import reshards, with_micro_batch_size
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from tests import hf_models, ranks
@@ -367,16 +371,16 @@ def test_copies_that_compute_have_no_memory_between_steps_and_none_after_their_l
     model = alone(precision__params="bfloat16")
     (stage,) = model.stages.values()
     seen: list[dict[str, int]] = []
-    honest = fsdp.release
+    honest = Masters.release
 
-    def release(stage: torch.nn.Module) -> None:
+    def release(masters: Masters) -> None:
         assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
         seen.append({name: p.untyped_storage().size() for name, p in stage.named_parameters()})
         copies.extend(stage.parameters())
-        honest(stage)
+        honest(masters)
 
     copies: list[Tensor] = []
-    monkeypatch.setattr("dtmega.training.sharded_model.release", release)
+    monkeypatch.setattr(Masters, "release", release)
     model.losses(microbatches())
     assert {copy.untyped_storage().size() for copy in copies} == {0}
     model.forward_backward(microbatches(), {"tokens": 7.0})
@@ -423,7 +427,7 @@ def test_what_recompute_computes_again_is_whole_blocks_or_all_but_products(alone
     ],
 )
 def test_weights_are_freed_where_that_saves_memory_or_as_asked(asked, pp, dp_shard, expected):
-    assert fsdp.reshards(sections(fsdp__reshard_after_forward=asked), pp, dp_shard) is expected
+    assert reshards(sections(fsdp__reshard_after_forward=asked), pp, dp_shard) is expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -432,15 +436,15 @@ def test_weights_are_freed_where_that_saves_memory_or_as_asked(asked, pp, dp_sha
 def test_what_fsdp2_is_asked_for(alone, monkeypatch, device, offload, reshard):
     model = alone().stages[0]
     cfg = sections(fsdp__cpu_offload=offload, precision__params="bfloat16")
-    asked, honest = [], fsdp.fully_shard
+    asked, honest = [], wrapped.fully_shard
 
     def fully_shard(module: Any, **keywords: Any) -> None:
         asked.append((module, keywords))
         honest(module, **keywords | {"mesh": here, "offload_policy": OffloadPolicy()})
 
-    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    monkeypatch.setattr(wrapped, "fully_shard", fully_shard)
     here, there = init_device_mesh("cpu", (1,)), Mock(device_type=device, **{"size.return_value": 1})
-    fsdp.apply_fsdp(model, model.blocks(), there, cfg, reshard=reshard)
+    wrapped.apply_fsdp(model, model.blocks(), there, cfg, reshard=reshard)
     first, last = model.blocks()
     # Backward begins with the last block, and needs the root's first and last.
     assert [(module, keywords["reshard_after_forward"]) for module, keywords in asked] == [
@@ -486,7 +490,7 @@ def test_the_loss_is_compiled_where_the_blocks_are_if_it_is_faster_there(alone, 
     monkeypatch.setattr("dtmega.ops.softmax.COMPILED_ON", {device})
     head = alone(compile__enable=bool(enable)).stages[0].get_submodule("head")
     assert isinstance(head, LMHead)
-    assert head.loss_terms()["compiled"] is compiled
+    assert head.loss_terms()["passes"] is (CompiledPasses if compiled else Passes)
 
 
 # Keys, the rank that drifts, and of which parameters.

@@ -10,7 +10,8 @@ import torch
 from dtmega import config, families
 from dtmega.interop.hf.model import HF
 from dtmega.models.bloom import Bloom
-from dtmega.ops.cpu import features
+from dtmega.ops import attention
+from dtmega.ops.cpu.attention import attention_cpu
 from dtmega.ops.cpu.linear import multiply_on_amx
 from dtmega.training.recompute import recompute
 from tests.models.test_bloom_definition import EVERYTHING, batch, model_of
@@ -53,7 +54,7 @@ def test_recompute_changes_no_bit_and_selective_keeps_products_and_attention(key
 
 @needs_onednn_bfloat16
 def test_selective_keeps_attention_and_products_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
+    monkeypatch.setattr(attention, "attention_cpu", attention_cpu)
     counts = {}
     for mode in ("full", "selective"):
         model = model_of(attention_dropout=0.0).bfloat16()

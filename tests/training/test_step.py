@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtmega import config, mesh, train
 from dtmega.data.loader import StepBatch, TrainBatches
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.sums import divisors
 from dtmega.training import phases
 from dtmega.training.sharded_model import ShardedModel

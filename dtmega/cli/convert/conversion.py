@@ -28,23 +28,24 @@ import torch
 
 from dtmega import config, families
 from dtmega.checkpoint import found
+from dtmega.checkpoint.sources import check_stored
 from dtmega.checkpoint.weights import Merged, is_hf_folder
 from dtmega.cli.convert import card, to_checkpoint
 from dtmega.cli.convert.sources import READERS, ConversionSource
 from dtmega.cli.convert.to_checkpoint import Training
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed.agreement import Startup
-from dtmega.formats.sources import Cast, Renamed
-from dtmega.formats.whole import check_stored
+from dtmega.families.family import Family
+from dtmega.interop import stored
+from dtmega.interop.formats.sources import Cast, Renamed
 from dtmega.interop.hf.files.peft import Adapters, write_peft
 from dtmega.interop.hf.files.tensors import DTYPES
 from dtmega.interop.megatron import write as for_megatron
 from dtmega.interop.megatron import write_core as for_megatron_core
-from dtmega.models.family import Family
 
 TARGETS = ("dtmega", "hf", "megatron")
 LEGACY = "legacy"
-# Value of --format (preferred value first) -> key of `Family.formats`.
+# Value of --format (preferred value first) -> key of `Stored.formats`.
 MEGATRON_FORMATS = {"core": "megatron-core", LEGACY: "megatron"}
 
 
@@ -77,13 +78,13 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
     with startup.step("output"):
         # Ranks that have nothing to write wait at the end of this step. Each writing rank sends a heartbeat before
         # each tensor, to show the waiting ranks that it is still writing.
-        stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
+        read = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
-        weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
+        weights = Cast(read, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
         if source.adapters is None or args.merge:
             _write(args, startup, source, family, model, weights)
         elif startup.rank == 0:
-            _write_adapters(args, source, source.adapters, family, model)
+            _write_adapters(args, source, source.adapters, model)
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
@@ -110,27 +111,27 @@ def _write(
         options: dict[str, Any] = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
         json = None
         if tokenizer:
-            json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), source.data)
+            json, options["token_ids"] = stored.of(model).vocabulary(load_tokenizer(tokenizer), source.data)
         if source.end_ids:
             options["end_ids"] = source.end_ids
         if startup.rank == 0:  # only rank 0 writes the files other than weights
             directory = Path(model.directory) if family.directory else source.directory
             options["other_files"] = card.texts(directory, source.rows, name=folder.name)
-        family.export(weights, folder, model, json, **options)
+        stored.of(model).export(weights, folder, model, json, **options)
         if startup.rank == 0 and (factor := getattr(model, "capacity_factor", 0)):
             print(
                 f"[model] capacity_factor={factor} is not in the folder: transformers drops no token. So its losses "
                 f"differ from those of training, as generated texts do not"
             )
     elif startup.rank == 0 and target == "megatron":
-        _write_for_megatron(args, family, model, weights, tokenizer)
+        _write_for_megatron(args, model, weights, tokenizer)
     elif startup.rank == 0:
         training = _finite(source.training, args)
         to_checkpoint.write(path, weights, model, family.digest(model), training, source.toml)
 
 
 def _write_adapters(
-    args: argparse.Namespace, source: ConversionSource, adapters: Adapters, family: Family, model: config.Model
+    args: argparse.Namespace, source: ConversionSource, adapters: Adapters, model: config.Model
 ) -> None:
     """Write a run's adapters into a folder that peft can load.
 
@@ -138,7 +139,7 @@ def _write_adapters(
         model: the [model] section, with the current path of the model's directory.
     """
     folder = Path(args.target[1])
-    theirs = family.their_model(model, adapters.layers)
+    theirs = stored.of(model).their_model(model, adapters.layers)
     if not is_hf_folder(adapters.base):
         print(
             f"{adapters.base} is the base, a checkpoint of dtmega; peft needs it as a folder of transformers: "
@@ -148,9 +149,7 @@ def _write_adapters(
     write_peft(folder, adapters, theirs, files)
 
 
-def _write_for_megatron(
-    args: argparse.Namespace, family: Family, model: config.Model, weights: Cast, tokenizer: str
-) -> None:
+def _write_for_megatron(args: argparse.Namespace, model: config.Model, weights: Cast, tokenizer: str) -> None:
     """Write a Megatron checkpoint in the format that `--format` names. The default is the family's first format.
 
     Raises:
@@ -158,14 +157,15 @@ def _write_for_megatron(
             split by rank.
     """
     path = Path(args.target[1])
-    possible = [name for name, program in MEGATRON_FORMATS.items() if program in family.formats]
+    record = stored.of(model)
+    possible = [name for name, program in MEGATRON_FORMATS.items() if program in record.formats]
     chosen = args.format or next(iter(possible), LEGACY)
     if possible and chosen not in possible:
         raise ValueError(
             f"--format {chosen} is not for a model of name = '{model.name}', expected {' or '.join(possible)} "
             f"(--format, [model] name)"
         )
-    their_args, theirs = family.as_stored(MEGATRON_FORMATS[chosen], weights, model)
+    their_args, theirs = record.as_stored(MEGATRON_FORMATS[chosen], weights, model)
     if chosen == LEGACY:
         for_megatron.write(path, theirs, their_args, args.tp, args.pp, tokenizer=tokenizer)
         return
@@ -252,11 +252,11 @@ def _left_out(
                 f"{args.source[1]} has no '{name}' of the model ({args.config or 'its own config'}); it has "
                 f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
             )
-        stored = source.weights.tensors[name][1]
+        there = source.weights.tensors[name][1]
         # A Hugging Face folder stores the embedding without padding rows.
-        is_unpadded = stored[:1] == (model.vocab_size,)
-        if stored[1:] != shape[1:] or (stored != shape and not is_unpadded):
-            raise ValueError(f"{args.source[1]}: '{name}' is {list(stored)}, the model's is {list(shape)} (--config)")
+        is_unpadded = there[:1] == (model.vocab_size,)
+        if there[1:] != shape[1:] or (there != shape and not is_unpadded):
+            raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
         left_out.remove(name)
     return left_out
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtmega import config, families
-from dtmega.formats.sources import Source
-from dtmega.formats.whole import closest
+from dtmega import config
+from dtmega.checkpoint.sources import Source
+from dtmega.interop import stored
+from dtmega.interop.formats.whole import closest
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import TensorFiles
 
@@ -30,8 +31,8 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
         file = f"{path}/{config_json.NAME}"
         theirs = config_json.read_plain(path)
         known = {}
-        for family_name, family in families.FAMILIES.items():
-            for form in family.formats.get("hf", ()):
+        for family_name, record in stored.all_families().items():
+            for form in record.formats.get("hf", ()):
                 known[form.kind] = family_name, form
         kind = theirs["model_type"]
         if kind not in known:
@@ -41,7 +42,7 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
             )
         name, form = known[kind]
         model = config.model_section({"name": name, **form.section(theirs, file, TensorFiles(path))}, str(path))
-    return families.of(model).folder(path, model), model
+    return stored.of(model).folder(path, model), model
 
 
 def section_of(
@@ -54,7 +55,7 @@ def section_of(
     """The [model] section for a model that another program has stored.
 
     Args:
-        program: a key of `Family.formats`.
+        program: a key of `Stored.formats`.
         names: names of the stored tensors, used to recognise the family.
         theirs: configuration stored with the tensors.
         where: path of the tensors, for messages.
@@ -64,14 +65,14 @@ def section_of(
         ValueError: the model belongs to no family, or the configuration does not agree with `expected`.
     """
     if expected is not None:
-        family = families.of(expected)
-        if not isinstance(family, families.BuiltInFamily):
+        record = stored.of(expected)
+        if not record.formats:
             raise ValueError(f"{where}: {program} has no model of name = '{expected.name}' (--config)")
-        family.form(expected, program).check(theirs, where, expected)
+        record.form(expected, program).check(theirs, where, expected)
         return expected
     forms = {}
-    for family_name, family in families.FAMILIES.items():
-        of_program = family.formats.get(program)
+    for family_name, record in stored.all_families().items():
+        of_program = record.formats.get(program)
         if of_program:
             forms[family_name] = of_program[0]
     name = closest(names, forms)

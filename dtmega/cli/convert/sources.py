@@ -10,14 +10,15 @@ from typing import NamedTuple
 from dtmega import config, families
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.sources import Source, check_stored
 from dtmega.checkpoint.weights import Merged, Weights, is_hf_folder, whole_weights
 from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.indexed_files.record import END_IDS
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
-from dtmega.formats.sources import Renamed, Source
-from dtmega.formats.whole import check_stored
+from dtmega.data.tokenizers.load import load_tokenizer
+from dtmega.interop import stored
+from dtmega.interop.formats.sources import Renamed
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.peft import Adapters
 from dtmega.interop.megatron import folder, recipe, vocabulary
@@ -81,7 +82,7 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
     is_moved = args.original and families.of(model).directory
     now = model.model_copy(update={"path": args.original}) if is_moved else model
     base_path = "" if is_moved else args.original
-    weights = whole_weights(checkpoint, now, families.of(model).weights, base_path)
+    weights = whole_weights(checkpoint, now, stored.weights, base_path)
     return ConversionSource(
         checkpoint.path,
         weights,
@@ -129,7 +130,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
     model, notes = vocabulary.without_padding(padded, contents, n_ids)
 
     def ours(source: Source) -> Source:
-        return families.of(padded).read(contents.program, source, padded, where)
+        return stored.of(padded).read(contents.program, source, padded, where)
 
     order = contents.order if contents.moments else ""
     text, sections = recipe.config_of_args(contents.args, model, order)

@@ -13,8 +13,8 @@ from dtmega.checkpoint.data_files import DataFile
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import split_path
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import ELSEWHERE, Progress, ScaleState, State
-from dtmega.formats.sources import Source
 
 CONFIG = "config.toml"
 

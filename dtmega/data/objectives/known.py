@@ -1,33 +1,29 @@
-"""All objectives, and a check that refuses [data] keys that only other objectives read."""
+"""All objectives, by name. Only the objective that is asked for is imported."""
 
 from __future__ import annotations
 
-from itertools import chain
-
-from dtmega.config import Data
-from dtmega.data.objectives.continuation import LearnedTurns, Prefix
-from dtmega.data.objectives.denoising.objectives import Masked, SeparateSpans, Spans
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
-
-PREFIX = Prefix()
-CONVERSATIONS = LearnedTurns()
-MASKED = Masked()
-SPANS = Spans()
-SEPARATE_SPANS = SeparateSpans()
-OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, CONVERSATIONS, MASKED, SPANS, SEPARATE_SPANS)
+from dtmega import rooms
+from dtmega.data.objectives.objective import Objective
 
 
-def check_keys(data: Data, objective: Objective) -> None:
-    """Refuse [data] keys that only other objectives read.
+def objective(name: str) -> Objective:
+    """The objective with a name that `keys.READS` lists.
 
     Raises:
-        ValueError: a key that only other objectives read differs from its default.
+        KeyError: no objective has this name.
     """
-    keys = chain.from_iterable(other.reads for other in OBJECTIVES)
-    foreign = {*keys} - {*objective.reads}
-    for key, field in Data.model_fields.items():
-        if key in foreign and getattr(data, key) != field.default:
-            raise ValueError(
-                f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
-                f"{field.default}, or another objective or model ([data] {key}, [data] objective, [model] name)"
-            )
+    match name:
+        case "next-token":
+            return rooms.next_token().NEXT_TOKEN
+        case "prefix-lm":
+            return rooms.prefixes().PREFIX
+        case "conversations":
+            return rooms.conversations().CONVERSATIONS
+        case "masked":
+            return rooms.masked_tokens().MASKED
+        case "spans":
+            return rooms.hidden_spans().SPANS
+        case "separate-spans":
+            return rooms.hidden_spans().SEPARATE_SPANS
+        case _:
+            raise KeyError(name)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.rows import IGNORED, NextTokenRows, Rows, blank_rows
+from dtmega.data.objectives.rows import IGNORED, Rows
 from dtmega.data.objectives.sums import Sum
-from dtmega.data.sampling.samples import AnySamples, Samples
+from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.ops import host
 
@@ -101,47 +100,6 @@ class Objective(Protocol):
         ...
 
 
-class NextToken:
-    """Cross-entropy of the next token, averaged over the tokens that have a label."""
-
-    sums = (Sum("lm", "tokens"),)
-    aim = "next tokens"
-    reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    sentences = False
-    conversations = False
-    not_in_megatrons_order = ""
-    prompt_is_prefix = False
-    order = 2
-
-    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"tokens": labelled(microbatch)}
-
-    def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        pass
-
-    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        return 0
-
-    def samples(
-        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
-    ) -> AnySamples:
-        return Samples(dataset, documents, data.seq_len, seed, split, corpus)
-
-    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
-        return NextTokenRows(samples, data, tokenizer.eod_id)
-
-    def blank(self, data: Data, n_rows: int) -> dict[str, Tensor]:
-        rows = blank_rows(n_rows, data.seq_len)
-        if data.reset_position_ids:
-            rows["position_ids"] = rows["places"].clone()
-        if data.reset_attention_mask:
-            rows["document_ids"] = torch.zeros_like(rows["tokens"])
-        return rows
-
-
 def labelled(microbatch: Mapping[str, Tensor]) -> int:
     """Number of tokens with a label in a microbatch."""
     return int(host.read((microbatch["labels"] != IGNORED).sum()))
-
-
-NEXT_TOKEN = NextToken()

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from dtmega.config import MoE
+from dtmega.config.families.moe import MoEKeys
 from dtmega.data.objectives.objective import Objective, labelled
 from dtmega.data.objectives.sums import Sum
 
@@ -39,7 +39,7 @@ class _Routed:
         return getattr(self.objective, name)
 
 
-def with_router_losses(model: MoE, objective: Objective) -> Objective:
+def with_router_losses(model: MoEKeys, objective: Objective) -> Objective:
     """Add the router losses with non-zero weights, and the share of dropped (token, expert) pairs, to an objective.
 
     Each of these numbers is reported as a mean over the layers. The training loss contains the sum of each router loss

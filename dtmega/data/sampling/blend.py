@@ -17,13 +17,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtmega.config import Data
-from dtmega.config.mixtures import Mixture
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.sampling.samples import AnySamples
+
+if TYPE_CHECKING:
+    from dtmega.config.mixtures import Mixture
 
 SPLITS = ("train", "valid", "test")
 

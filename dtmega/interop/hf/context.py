@@ -15,13 +15,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 NAME = "dtmega_over_cp"
 # Keyword arguments that attention ignores: the rules already hold the tokens' positions, and nothing is cached.
@@ -62,12 +64,9 @@ _AT_HAND: ContextVar[Tokens | None] = ContextVar("tokens at hand", default=None)
 
 @contextlib.contextmanager
 def at_hand(
-    places: Tensor | None, document_ids: Tensor | None, context: ContextParallel | None, fused: bool
+    places: Tensor | None, document_ids: Tensor | None, context: ContextParallel, fused: bool
 ) -> Iterator[None]:
-    """Give models called in the `with` block the tokens' positions and documents; do nothing if `context` is None."""
-    if context is None:
-        yield
-        return
+    """Give models called in the `with` block the tokens' positions and documents."""
     assert places is not None
     token = _AT_HAND.set(Tokens(places, document_ids, context, fused))
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from dtmega.interop.hf import context
 from dtmega.interop.hf.tp import tiny
 from dtmega.interop.hf.tp.verify import Verification, deviation, worst
 from dtmega.models.model import consecutive
-from dtmega.ops.context_parallel import ContextParallel
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 LEAST_TOKENS = 16  # minimum length of the copy's sequences; attention windows in the copy hold 6 tokens
 # In fp32, correct gradients deviate by at most 6e-6, except in OPT: OPT's gradients are small differences of large

@@ -1,18 +1,22 @@
-"""Reads a `transformers` directory for the trainer: the configuration, the model, and the initial values."""
+"""Makes a model of a `transformers` directory: the configuration, the model, its memory, and the initial values."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtmega.files import optional_imports
 from dtmega.interop.hf import families
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.initial import draws_of
+
+LONGROPE = "longrope"  # a value of rope_type
 
 
 def read_config(path: str) -> Any:
@@ -107,3 +111,53 @@ def initial_values(path: str) -> dict[str, tuple[float, float]]:
             )
         distributions[name] = distribution
     return distributions
+
+
+@torch.no_grad()
+def materialize(model: Any, device: str | torch.device) -> None:
+    """Allocate a model that is on meta, then compute the buffers that no file holds.
+
+    Ties are kept. Parameters get memory but no values.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((module, name))
+    # `to_empty` gives each module that holds a tied parameter a parameter of its own, so restore the ties.
+    model.to_empty(device=device)
+    for (first, first_name), *others in owners.values():
+        for module, name in others:
+            module.register_parameter(name, first.get_parameter(first_name))
+    # transformers does not initialise modules or parameters whose flag `_is_hf_initialized` is True. Set the flag on
+    # every parameter, and on every module without buffers: `initialize_weights` then draws nothing and computes only
+    # buffers.
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = not list(module.buffers(recurse=False))
+    model.initialize_weights()
+
+
+def parameters_of(hf_config: Any) -> list[dict[str, Any]]:
+    """A config's `rope_parameters`, followed by the nested dict (if any) for each kind of layer."""
+    rope = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return []
+    return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+
+
+def original_length(hf_config: Any) -> int | None:
+    """The number of tokens above which a conversation has other frequencies; None if the length changes nothing."""
+    ropes = parameters_of(hf_config)
+    lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == LONGROPE]
+    return min(lengths, default=None)
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The experts modules of a model, if their transformers class supports experts on other ranks."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def allow_views() -> None:
+    """Silence FSDP2's warning about blocks that return a view, as in OPT; no family changes the view in place."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtmega.models.experts import dispatch, order_by_expert, permute
 from dtmega.ops.shards import local
 from dtmega.plans.base import computing_on
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The experts modules of a model, if their transformers class supports experts on other ranks."""
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def send_to_experts(module: Any, ep: int) -> None:

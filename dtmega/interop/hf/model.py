@@ -6,30 +6,30 @@ that only the first or only the last stage holds.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config
-from dtmega.formats.whole import aliases
-from dtmega.interop.hf import context as over_cp
-from dtmega.interop.hf import families, rope
-from dtmega.interop.hf.directory import build, initial_values, read_config
-from dtmega.interop.hf.expert_parallel import experts_of
-from dtmega.models.model import Model
-from dtmega.ops.context_parallel import ContextParallel
+from dtmega import config, rooms
+from dtmega.interop.hf import families
+from dtmega.interop.hf.directory import build, experts_of, initial_values, original_length, read_config
+from dtmega.models.model import Fused, Model
+from dtmega.models.ties import aliases
 from dtmega.ops.key_value_cache import KeyValueCache
-from dtmega.ops.optim import Cut
+
+if TYPE_CHECKING:
+    from dtmega.ops.context_parallel import ContextParallel
 
 
-def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Cut:
-    """Return the `Cut` that divides a linear layer's fused weight into matrices.
+def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: Any) -> Fused:
+    """Return the matrices in a linear layer's fused weight.
 
     Args:
         kind: order of the matrices: `families.BY_HEAD`, `families.Q_K_V` or `families.GATE_UP`.
@@ -40,15 +40,15 @@ def fused_cut(kind: str, module: Any, facts: families.FamilyFacts, hf_config: An
     dim = int(type(module).__name__ == "Conv1D")
     length = module.weight.shape[dim]
     if kind == families.GATE_UP:
-        return Cut(dim, (length // 2,) * 2)
+        return dim, (length // 2,) * 2
     heads = getattr(hf_config, facts.heads)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     n_repeats = facts.head_blocks if kind == families.Q_K_V else heads
     if kv_heads == heads:
-        return Cut(dim, (length // (3 * n_repeats),) * 3)
+        return dim, (length // (3 * n_repeats),) * 3
     # If query heads share key heads, BY_HEAD and Q_K_V weights both store all queries, then all keys, then all values.
     head_dim = length // (heads + 2 * kv_heads)
-    return Cut(dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+    return dim, (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
 
 class _Zero(nn.Module):
@@ -81,7 +81,8 @@ class HF(Model):
         self.cfg = cfg
         self.is_clone = small_config is not None
         self.hf: Any = build(small_config or read_config(cfg.directory))
-        rope.choose_by_conversation(self.hf)
+        if any(hasattr(part, "rope_type") and original_length(part.config) is not None for part in self.hf.modules()):
+            rooms.longrope().choose_by_conversation(self.hf)
         self.is_first = self.is_last = True
         self.longest = longest(self.hf.config)
         facts = families.KNOWN.get(self.hf.config.model_type)
@@ -96,6 +97,7 @@ class HF(Model):
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
         self._context: ContextParallel | None = None
+        self._over_cp: Any = None  # the module `context.py`, from when there are cp ranks
         self._own_attention: Mapping[int, str] = {}
 
     @property
@@ -109,9 +111,10 @@ class HF(Model):
     @context.setter
     def context(self, context: ContextParallel | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._context is None and context is not None:
-            self._own_attention = over_cp.switch(self.hf)
+            self._over_cp = rooms.transformers_over_cp()
+            self._own_attention = self._over_cp.switch(self.hf)
         elif self._context is not None and context is None:
-            over_cp.switch(self.hf, self._own_attention)
+            self._over_cp.switch(self.hf, self._own_attention)
         self._context = context
 
     def forward(
@@ -159,7 +162,10 @@ class HF(Model):
             position_ids = places
         if position_ids is not None:
             inputs["position_ids"] = position_ids
-        with over_cp.at_hand(places, document_ids, self.context, fused=labels is not None):
+        at_hand = contextlib.nullcontext()
+        if self.context is not None:
+            at_hand = self._over_cp.at_hand(places, document_ids, self.context, fused=labels is not None)
+        with at_hand:
             if not self.is_last:
                 return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
             logits = self.hf(**inputs, use_cache=False).logits
@@ -195,7 +201,7 @@ class HF(Model):
                 modules_of["head"].append(module)
         return modules_of
 
-    def matrices(self) -> dict[str, Cut]:
+    def matrices(self) -> dict[str, Fused]:
         matrices = super().matrices()
         facts = families.KNOWN.get(self.hf.config.model_type)
         for name, module in self.named_modules():

@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dtmega import config
-from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
-from dtmega.data.objectives.known import CONVERSATIONS
-from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
-from dtmega.data.tokenizers import exported
-from dtmega.data.tokenizers.exported import ExportedTokenizer
-from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.formats.format import Format
-from dtmega.formats.sources import Source
-from dtmega.interop.hf import context_proof, resolve, rope
-from dtmega.interop.hf.directory import initial_values, read_config
-from dtmega.interop.hf.expert_parallel import send_to_experts
+from dtmega import config, rooms
+from dtmega.data.objectives.objective import Objective
+from dtmega.families.family import check_units, hidden_state
+from dtmega.interop.hf import resolve
+from dtmega.interop.hf.directory import allow_views, initial_values, materialize, original_length, read_config
 from dtmega.interop.hf.families import DOES_NOT_PACK, EXACT, KNOWN, OVER_CP, OVER_EP, WHOLE_SEQUENCES
-from dtmega.interop.hf.files import export, theirs
-from dtmega.interop.hf.files.peft import CAUSAL_LM, TheirLayer, TheirModel
 from dtmega.interop.hf.files.tensors import has_weights
-from dtmega.interop.hf.files.write import widest
+from dtmega.interop.hf.logits import fuse_loss
 from dtmega.interop.hf.model import HF
-from dtmega.interop.hf.tp.load import materialize, open_folder
-from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
-from dtmega.interop.hf.tp.tiny import VOCAB, tiny_config
 from dtmega.mesh import World
 from dtmega.models import count
-from dtmega.models.family import check_units, hidden_state
 from dtmega.models.lengths import attends_by_heads, check_lengths, lengths_of
-from dtmega.models.lora import linears
 from dtmega.models.model import Model
 from dtmega.models.show import CONTINUATION
 from dtmega.ops import host
-from dtmega.ops.context_parallel import ContextParallel
 from dtmega.ops.cost import Piece
 
 
 class Transformers:
     """The family of all unmodified transformers decoders. [model] path names a directory with the model's config.json.
 
-    `dtmega/models/family.py` documents each method.
+    `Family` documents each method.
     """
 
+    keys = config.Model
     libraries = ("transformers",)
     directory = True
-    formats: Mapping[str, Sequence[Format]] = {}
-    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "conversations": CONVERSATIONS})
+    objectives: Mapping[str, str] = MappingProxyType({"auto": "next-token", "conversations": "conversations"})
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
     exact = ("eager", "tp with pp")
@@ -66,6 +50,9 @@ class Transformers:
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
         return resolve.reread_directory(model, trained)
 
+    def has_weights(self, model: config.Model) -> bool:
+        return bool(model.init_from) or has_weights(model.directory)
+
     def notes(self, model: config.Model) -> list[str]:
         return resolve.notes(model)
 
@@ -76,8 +63,9 @@ class Transformers:
         return objective
 
     def clone(self, cfg: config.Config, tp: int) -> tuple[config.Config, Model]:
-        small = HF(cfg.model, tiny_config(read_config(cfg.model.directory), tp))
-        model = cfg.model.model_copy(update={"vocab_size": VOCAB})
+        tiny = rooms.tiny_transformers()
+        small = HF(cfg.model, tiny.tiny_config(read_config(cfg.model.directory), tp))
+        model = cfg.model.model_copy(update={"vocab_size": tiny.VOCAB})
         return cfg.model_copy(update={"model": model}), small
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -95,7 +83,7 @@ class Transformers:
                 f"'{kind}' is not proved to keep every bit on all layouts: expected exact = false, or one of "
                 f"{', '.join(EXACT)} ([run] exact, [model] path)"
             )
-        if not model.init_from and not has_weights(model.directory):
+        if not self.has_weights(model):
             initial_values(model.directory)
         # Find the stored buffers that transformers would round to the parameters' dtype. dtmega keeps stored buffers
         # unchanged.
@@ -121,7 +109,7 @@ class Transformers:
             check_lengths(cfg, whole, lengths, {**sizes, "tp": 1})
         if sizes["tp"] > 1:
             try:
-                plan_for(whole.hf, sizes["tp"])
+                rooms.plans_of_transformers().plan_for(whole.hf, sizes["tp"])
             except ValueError as error:
                 raise ValueError(f"{error} ([mesh] tp)") from None
         in_stages = [name for name, facts in KNOWN.items() if facts.ends is not None]
@@ -138,18 +126,22 @@ class Transformers:
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         asks = _packs(cfg) or any(world.sizes[axis] > 1 for axis in ("cp", "pp", "tp"))
         if asks and not stage.is_clone and not host.must_skip("rows are proven at the start of a run, not here"):
-            from dtmega.interop.hf import rows_proof
-
-            rows_proof.prove(stage.hf, world.device, _packs(cfg))
+            rooms.rows_proof().prove(stage.hf, world.device, _packs(cfg))
         if world.sizes["cp"] > 1:
-            ranks = ContextParallel(world.groups["cp"], self.attends_by_heads(cfg, world.sizes))
+            by_heads = self.attends_by_heads(cfg, world.sizes)
+            ranks = rooms.context_parallel().ContextParallel(world.groups["cp"], by_heads)
             kind = cast("Any", stage.hf).config.model_type
             if not host.must_skip(f"cp of '{kind}' is verified at the start of a run, not here"):
-                context_proof.prove(stage.hf, ranks, world.device)
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=bool(stage.is_clone))
+                rooms.context_proof().prove(stage.hf, ranks, world.device)
+        if world.tp.size() > 1:
+            plans, proven = rooms.plans_of_transformers(), bool(stage.is_clone)
+            plans.cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel, proven=proven)
+        else:
+            fuse_loss(stage, stage.hf)
+        allow_views()
         if cfg.mesh.ep > 1:
             for module in stage.experts():
-                send_to_experts(module, cfg.mesh.ep)
+                rooms.experts_of_transformers().send_to_experts(module, cfg.mesh.ep)
         return []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
@@ -159,48 +151,6 @@ class Transformers:
         # Between stages, the hidden state is not sharded over tp, because sequence parallelism begins and ends within a
         # stack of blocks.
         return {"hidden": hidden_state(cfg, sizes["cp"], "seq_len")}
-
-    def weights(self, model: config.Model) -> Source | None:
-        if model.init_from and not is_hf_folder(model.init_from):
-            return open_checkpoint_weights(model, self.weights, self.digest(model))
-        if not model.init_from and not has_weights(model.directory):
-            return None
-        key = "init_from" if model.init_from else "path"
-        try:
-            with torch.device("meta"):
-                return open_folder(model.init_from or model.directory, HF(model).hf)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{error} ([model] {key})") from None
-
-    def folder(self, path: Path, model: config.Model) -> Source:
-        raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
-
-    def their_model(self, model: config.Model, layers: Collection[str]) -> TheirModel:
-        with torch.device("meta"):
-            whole = HF(model)
-        known = linears(whole)
-        theirs = {name: TheirLayer(name, transposed=known[name].transposed) for name in layers}
-        modules = [name for name, _ in whole.hf.named_modules()]
-        return TheirModel(whole.hf.config.model_type, CAUSAL_LM, theirs, modules)
-
-    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
-
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        return exported.of_documents(tokenizer, data)
-
-    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        raise ValueError(f"{program} has no model of name = '{model.name}' (--to)")
-
-    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        with torch.device("meta"):
-            built = HF(model)
-        tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
-        as_saved = theirs.as_saved(source, built.hf, tensors)
-        # Only parameters decide the dtype: an fp32 buffer must not make from_pretrained load a bfloat16 model in fp32.
-        dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
-        config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
-        export.export(as_saved, folder, config_values, Path(model.directory), tokenizer, **options)
 
 
 def _packs(cfg: config.Config) -> bool:
@@ -215,7 +165,7 @@ def _check_lengths_of_rope(hf_config: Any, cfg: config.Config, sizes: Mapping[st
         ValueError: rows may be longer than longrope's original length, and cp divides them, or padding lengthens the
             only conversation of a row.
     """
-    original = rope.original_length(hf_config)
+    original = original_length(hf_config)
     if original is None or cfg.data.seq_len <= original:
         return
     cure = "cp=1 ([mesh] cp)" if sizes["cp"] > 1 else "pack=true ([data] pack)"
@@ -247,3 +197,6 @@ def _check_context(hf_config: Any, cfg: config.Config) -> None:
         )
     if not getattr(hf_config, "is_causal", True) or getattr(hf_config, "use_bidirectional_attention", None):
         raise ValueError(f"'{kind}' attends both ways by its config.json: expected cp=1 ([mesh] cp, [model] path)")
+
+
+RECORD = Transformers()

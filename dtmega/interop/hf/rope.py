@@ -12,22 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LONGROPE = "longrope"
-
-
-def parameters_of(hf_config: Any) -> list[dict[str, Any]]:
-    """A config's `rope_parameters`, followed by the nested dict (if any) for each kind of layer."""
-    rope = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(rope, dict):
-        return []
-    return [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
-
-
-def original_length(hf_config: Any) -> int | None:
-    """The number of tokens above which a conversation has other frequencies; None if the length changes nothing."""
-    ropes = parameters_of(hf_config)
-    lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == LONGROPE]
-    return min(lengths, default=None)
+from dtmega.interop.hf.directory import LONGROPE, original_length
 
 
 def choose_by_conversation(model: nn.Module) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import ScaleState
 from dtmega.files.untrusted_json import read_object
-from dtmega.formats.rules import Assembly, RowRun
-from dtmega.formats.sources import Source, Translated
+from dtmega.interop.formats.rules import Assembly, RowRun
+from dtmega.interop.formats.sources import Translated
 from dtmega.interop.megatron.adam import MOMENTS, IncompleteMoments, scale_of, step_of
 from dtmega.interop.megatron.core_forms import LAYERS, TENSORS_IN_LAYER
 from dtmega.interop.megatron.ranks import arguments, iteration_of

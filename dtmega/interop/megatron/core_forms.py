@@ -1,6 +1,6 @@
 """megatron-core's `Format`s for GPT and Llama: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint
+The records in interop/formats/ list these formats as "megatron-core". They use the names of a distributed checkpoint
 with one entry per layer; `core.py` splits stacked tensors into such entries, and `write_core.py` stacks the entries.
 Row order does not depend on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads,
 k, v), K], and in the first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named
@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Heads, Rule
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.llama import LlamaKeys
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.rules import Heads, Rule
 from dtmega.interop.megatron.forms import EPS, GPT_FORM, INIT_STD, LENGTH, PLAIN, SIZES
 
 LAYERS = "decoder.layers."
@@ -103,7 +105,7 @@ TENSORS_IN_LAYER = _tensors_in_layer()
 
 
 def _args_of_gpt(model: config.Model) -> dict[str, Any]:
-    assert isinstance(model, config.GPT)
+    assert isinstance(model, GPTKeys)
     return {
         **GPT_FORM.from_section(model),
         **{"position_embedding_type": "learned_absolute", "norm_epsilon": model.layer_norm_eps},
@@ -157,7 +159,7 @@ def _llama(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _args_of_llama(model: config.Model) -> dict[str, Any]:
-    assert isinstance(model, config.Llama)
+    assert isinstance(model, LlamaKeys)
     is_whole = model.rope_theta == int(model.rope_theta)
     is_scaled = model.rope_factor != 1
     layers = model.window_layers
@@ -184,7 +186,7 @@ def _refuse_scaling(model: config.Model) -> None:
     Raises:
         ValueError: the model scales its frequencies with values that differ from those in SCALING.
     """
-    assert isinstance(model, config.Llama)
+    assert isinstance(model, LlamaKeys)
     for key, expected in SCALING.items():
         value = getattr(model, key)
         if model.rope_factor != 1 and value != expected:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtmega import config
+from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import START, Progress, ScaleState
-from dtmega.formats.sources import Source
 from dtmega.interop.megatron import adam, core, deepspeed, names, ranks, zero
 from dtmega.interop.megatron.parts import Master, Part, Shard, WholeTensors, drift_note, drifted_copies
 from dtmega.interop.megatron.saved import entries

@@ -1,7 +1,7 @@
 """Megatron's `Format` for each model family: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given as its
-name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
+The records in interop/formats/ list these formats as "megatron". Arguments are plain values; an enum member is given as
+its name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
 `megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 
@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.t5 import T5Keys
+from dtmega.interop.formats.format import Format, Key
+from dtmega.interop.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
 # Arguments of later versions and forks that change the model. Only the values below are supported. If a file lacks an
@@ -151,7 +154,7 @@ def _args_of_bloom(model: config.Model) -> dict[str, Any]:
 
 
 def _args_of_gpt(model: config.Model) -> dict[str, Any]:
-    assert isinstance(model, config.GPT)
+    assert isinstance(model, GPTKeys)
     return {
         **_args(model),
         **_gelu_args("tanh"),
@@ -161,7 +164,7 @@ def _args_of_gpt(model: config.Model) -> dict[str, Any]:
 
 
 def _args_of_bert(model: config.Model) -> dict[str, Any]:
-    assert isinstance(model, config.Bert)
+    assert isinstance(model, BertKeys)
     return {
         **_args(model),
         **_gelu_args(model.gelu, model.head_gelu),
@@ -171,13 +174,13 @@ def _args_of_bert(model: config.Model) -> dict[str, Any]:
 
 
 def _args_of_t5(model: config.Model) -> dict[str, Any]:
-    assert isinstance(model, config.T5)
+    assert isinstance(model, T5Keys)
     return {**_args(model), **_gelu_args(model.activation.removeprefix("gelu_")), "tokenizer_type": WORDPIECE}
 
 
 def _args(model: config.Model) -> dict[str, Any]:
     """The arguments that all families have in common and that are not plain copies of [model] keys."""
-    assert isinstance(model, (config.DropoutModel, config.T5))
+    assert isinstance(model, (config.DropoutModel, T5Keys))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
         "padded_vocab_size": model.padded_vocab_size,
@@ -210,7 +213,7 @@ def _refuse_bert(model: config.Model) -> None:
         ValueError: the model has a gated feed-forward, or GELU variants that Megatron cannot combine.
     """
     _refuse_gated(model)
-    assert isinstance(model, config.Bert)
+    assert isinstance(model, BertKeys)
     if (model.gelu, model.head_gelu) == ("erf", "tanh"):
         raise ValueError(
             "Megatron's BERT has the GELU with erf in the feed-forward only if its head has it too: expected "
@@ -223,7 +226,7 @@ def _rules(rows: Iterable[TableRow]) -> tuple[Rule, ...]:
 
 
 def _head_of_gpt(model: config.Model) -> tuple[Rule, ...]:
-    assert isinstance(model, config.GPT)
+    assert isinstance(model, GPTKeys)
     return (TIED_HEAD.rule if model.tied else OWN_HEAD.rule,)
 
 

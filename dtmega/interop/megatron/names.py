@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from dtmega.formats.rules import Rule
+from dtmega.interop.formats.rules import Rule
 
 # How tensor parallelism shards a module. "column" shards the outputs, i.e. both the weight and the bias. "row" shards
 # the inputs, i.e. only the weight; the bias is replicated. "vocabulary" shards the rows, one per token of the

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dtmega.checkpoint.sources import Slices
 from dtmega.files.console import counted
-from dtmega.formats.sources import Slices
 from dtmega.interop.megatron.names import cut_dim
 from dtmega.interop.megatron.saved import SavedFile, Stored
 

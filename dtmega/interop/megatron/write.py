@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtmega.checkpoint.sources import Slices, Source
 from dtmega.files import atomic
-from dtmega.formats.sources import Slices, Source
 from dtmega.interop.megatron.launch.corpora import WORDPIECE_OF
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dtmega.checkpoint.sources import Source
 from dtmega.files import atomic
-from dtmega.formats.sources import Source
 from dtmega.interop.megatron.core import BACKEND, COMMON, LAYER, METADATA
 from dtmega.interop.megatron.core_forms import (
     BY_TOKEN,

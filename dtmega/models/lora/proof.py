@@ -134,22 +134,6 @@ def _draw(clone: Model) -> None:
     draw_adapters(clone, SEED)
 
 
-def blank_to_text(rows: dict[str, Tensor], vocab: int) -> dict[str, Tensor]:
-    """Fill a microbatch with random tokens and labels, which are equal on every rank.
-
-    Every token has a label, because a rank whose tokens have no labels would have no gradient.
-
-    Args:
-        rows: tensors of a microbatch without text, from `Objective.blank`.
-        vocab: size of the vocabulary.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    for name in ("tokens", "decoder_tokens", "labels"):
-        if name in rows:
-            rows[name] = torch.randint(3, vocab, rows[name].shape, generator=generator)
-    return rows
-
-
 def refusal(missing: list[str]) -> str:
     """The error message about adapters that do not learn."""
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -437,6 +437,4 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
     return *gradients, None, *(None for _ in fields)
 
 
-# recompute.py recognises the operator by this name.
-OPERATOR = torch.ops.dtmega.attention_by_products.default
 attention_cpu.register_autograd(_backward, setup_context=_keep)

@@ -71,10 +71,6 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-# recompute.py recognises the operator by this name.
-BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
-
-
 @torch.library.custom_op("dtmega::wide_gradient", mutates_args=())
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """Compute rows^T x, [n, out] and [n, in] -> [out, in].

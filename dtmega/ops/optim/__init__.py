@@ -16,8 +16,6 @@ from dtmega.ops.optim.gradients import count_zeros as count_zeros
 from dtmega.ops.optim.gradients import squared_norm as squared_norm
 from dtmega.ops.optim.gradients import total_norm as total_norm
 from dtmega.ops.optim.gradients import unscale as unscale
-from dtmega.ops.optim.muon import Cut as Cut
-from dtmega.ops.optim.muon import Matrices as Matrices
 from dtmega.ops.optim.rates import learning_rate as learning_rate
 from dtmega.ops.optim.rates import notes_on_warmup as notes_on_warmup
 from dtmega.ops.optim.rates import rate_at as rate_at

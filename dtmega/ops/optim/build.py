@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dtmega import config
+from dtmega import config, rooms
 from dtmega.ops.optim.adam import Adam, AdamW
-from dtmega.ops.optim.muon import Cut, Matrices, Muon
+
+if TYPE_CHECKING:
+    from dtmega.ops.optim.muon import Cut, Matrices
 
 # Name of an optimizer -> names of the tensors that the optimizer keeps for each of its parameters.
 MOMENTS = {
@@ -84,7 +86,7 @@ def build_optimizer(
     others = _elementwise(of_others or [{"params": []}], optim, name_of_others, exact)
     if matrices is None or not of_muon:
         return others
-    return Muon(of_muon, others, cuts, matrices, optim)
+    return rooms.muon().Muon(of_muon, others, cuts, matrices, optim)
 
 
 def _elementwise(groups: list[dict[str, Any]], optim: config.Optim, name: str, exact: bool) -> torch.optim.Optimizer:

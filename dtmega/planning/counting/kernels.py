@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from dtmega.ops import attention
-from dtmega.ops.attention_over_ranks import KERNELS
+from dtmega.ops.attention import KERNELS
 from dtmega.ops.attention_rule import AttentionRule
-from dtmega.training.recompute import EXPENSIVE
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE = 256  # largest head size of torch's flash kernel
@@ -180,7 +179,7 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
     def scaled_dot_product(*args: Any, **kwargs: Any) -> Tensor:
         return _scaled_dot_product_attention(original, *args, **kwargs)
 
-    # Selective recomputation keeps the results of kernels, so add the stand-in to the sets of kernels.
+    # Selective recomputation keeps the results of kernels, so add the stand-in to the set of kernels.
     kernel = torch.ops.dtmega_planning.attention.default
     with (
         patch.object(attention, "_flex", _flex),
@@ -188,10 +187,8 @@ def without_values(experts_over: int = 1) -> Iterator[None]:
         patch.dict(fake_impls.op_implementations_dict, {grouped.default: _grouped_product}),
         patch.dict(flop_registry, {grouped: functools.partial(_flops_of_groups, 1 / experts_over)}),
     ):
-        for known in (KERNELS, EXPENSIVE):
-            known.add(kernel)
+        KERNELS.add(kernel)
         try:
             yield
         finally:
-            for known in (KERNELS, EXPENSIVE):
-                known.discard(kernel)
+            KERNELS.discard(kernel)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -210,11 +210,11 @@ def name_storages(recorder: Recorder, model: ShardedModel, optimizer: torch.opti
         give(parameter, PARAMETERS if parameter.requires_grad else FROZEN)
         if parameter.grad is not None:
             give(parameter.grad, GRADIENTS)
-    for stage in model.stages.values():
-        masters = cast("Masters | None", getattr(stage, "masters", None))
-        if masters is not None:
-            for copy in masters.copies:
+    for copies in model.copies:
+        if isinstance(copies, Masters):
+            for copy in copies.copies:
                 give(copy, COPIES)
+    for stage in model.stages.values():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 _name_fsdp(recorder, module)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config, families
-from dtmega.fsdp import keeps_masters, reshards, wraps
 from dtmega.pipelining.table import SCHEDULES
 from dtmega.planning.search.layout import Layout, with_layout
 from dtmega.planning.search.places import Place, Places
+from dtmega.training.choices import keeps_masters, reshards, wraps
 
 MASTER_BYTES = 4  # bytes of a parameter, of a gradient after the sum over ranks, or of a moment
 # Number of vectors of width D that a layer saves for each token outside its matrix products (the inputs and outputs of

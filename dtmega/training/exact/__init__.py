@@ -43,7 +43,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """
     # Each row: the configured value, the allowed values, the key, and the reason.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
-        (cfg.model.name, proved("eager"), "[model] name", "other families are not proved"),
+        (cfg.model.name, proved(cfg, "eager"), "[model] name", "other families are not proved"),
         (device.type, DEVICES, "[run] device", "no kernel of another device is proved to repeat its bits"),
         (cfg.optim.name, OPTIMIZERS, "[optim] name", "no other update is proved"),
         (cfg.data.objective, OBJECTIVES, "[data] objective", "other objectives are not proved"),
@@ -55,8 +55,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     ]
     if sizes["tp"] > 1 and sizes["pp"] > 1:
         why = "each stage gathers what an encoder hands on, and sums its gradient over tp, by itself"
-        rows.append((cfg.model.name, proved("tp with pp"), "[model] name for [mesh] tp > 1 with pp > 1", why))
-    compiled = proved("compiled")
+        rows.append((cfg.model.name, proved(cfg, "tp with pp"), "[model] name for [mesh] tp > 1 with pp > 1", why))
+    compiled = proved(cfg, "compiled")
     if cfg.model.name not in compiled:
         rows.append((cfg.compile.enable, (False, "auto"), "[compile] enable", f"proved for {', '.join(compiled)} only"))
     if getattr(cfg.model, "qk_norm", False) or getattr(cfg.model, "window", 0):
@@ -70,9 +70,14 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             raise ValueError(f"[run] exact needs {key} in ({expected}), got {asked!r}: {why} ({key}, [run] exact)")
 
 
-def proved(way: str) -> tuple[Any, ...]:
-    """The names of the model families that provably give identical bits when run in the given way (`Family.exact`)."""
-    return tuple(name for name, family in families.FAMILIES.items() if way in family.exact)
+def proved(cfg: config.Config, way: str) -> tuple[str, ...]:
+    """The names of the model families that provably give identical bits when run in the given way (`Family.exact`).
+
+    If the run's family is one of them, it is the only one in the result, and no other family is opened.
+    """
+    if way in families.of(cfg.model).exact:
+        return (cfg.model.name,)
+    return tuple(name for name in families.names() if way in families.named(name).exact)
 
 
 def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mapping[int, Sequence[str]]) -> ExactSums:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dtmega import config, families, mesh
 from dtmega.data.indexed_files.conversations import Conversation
-from dtmega.data.objectives.rows import IGNORED, ConversationRows
+from dtmega.data.objectives.conversations import ConversationRows
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.ops.shards import full_tensor
 from dtmega.training.checks import check
 from dtmega.training.parallelize import parallelize

@@ -13,10 +13,10 @@ from torch import Tensor
 from dtmega import config, families
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.objectives.known import PREFIX, check_keys
-from dtmega.data.objectives.objective import NEXT_TOKEN
-from dtmega.data.objectives.prefixes import PrefixSample, PrefixSamples, prefixes, weights
-from dtmega.data.objectives.rows import IGNORED, PrefixRows
+from dtmega.data.objectives.keys import check_keys
+from dtmega.data.objectives.next_token import NEXT_TOKEN
+from dtmega.data.objectives.prefixes import PREFIX, PrefixRows, PrefixSample, PrefixSamples, prefixes, weights
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.sampling.samples import Samples
 from dtmega.ops.attention_rule import attention_rule
 from tests.data.sampling.test_samples import write_corpus

@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from dtmega import config, families
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf import context, context_proof
 from dtmega.interop.hf.families import OVER_CP, WHOLE_SEQUENCES
 from dtmega.interop.hf.model import HF
@@ -63,7 +64,7 @@ def numbers_of_packed(paths: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, path in paths.items():
         for by_heads in (False, True):
-            model = HF(config.Transformers(name="hf", path=path, vocab_size=131))
+            model = HF(TransformersKeys(name="hf", path=path, vocab_size=131))
             model.hf.load_state_dict(hf_models.build(Case(name, tied=False)).state_dict())
             names = [model.hf.config._attn_implementation]
             shared = ContextParallel(dist.group.WORLD, by_heads)  # pyright: ignore[reportArgumentType]

@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from dtmega import config, families, mesh, train
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf import resolve as hf_resolve
 from dtmega.interop.hf.directory import read_config
 from dtmega.interop.hf.initial import draws_of
@@ -330,7 +331,7 @@ OWN = {"vocab_size": 130, "hidden_size": 65, "n_layers": 3, "n_heads": 2, "ffn_h
 FREE = ("name", "path", "init_from", "label_smoothing")
 
 
-@pytest.mark.parametrize("key", config.Transformers.model_fields)
+@pytest.mark.parametrize("key", TransformersKeys.model_fields)
 def test_each_key_of_model_is_what_config_json_says_or_free(home: Path, key: str):
     assert (key in OWN) + (key in FREE) == 1
     if key in FREE:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega import config, families
+from dtmega import families
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf.families import KNOWN, LAYER_KEYS
 from dtmega.interop.hf.model import HF, blocks_of, fused_cut
 from tests import hf_models
@@ -50,7 +51,7 @@ def built(case: Case, folder: Path) -> tuple[HF, HF]:
             three[by_layer] = (2 * getattr(plain, by_layer))[:3]
     folder.joinpath("config.json").write_text(json.dumps(three))
     torch.manual_seed(0)
-    whole = HF(config.Transformers(path=str(folder), label_smoothing=0.1))
+    whole = HF(TransformersKeys(path=str(folder), label_smoothing=0.1))
     for p in whole.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return whole.train(), copy.deepcopy(whole).train()

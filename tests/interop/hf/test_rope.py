@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dtmega import config, families
+from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf.model import HF
 from dtmega.training.checks import check
 from tests.hf_models import transformers
@@ -49,7 +50,7 @@ def test_packed_rows_have_the_loss_of_each_conversation_alone_in_any_microbatch(
     path = saved(tmp_path, kind, **keys)
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     truth = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-    ours = HF(config.Transformers(name="hf", path=path, vocab_size=131)).eval()
+    ours = HF(TransformersKeys(name="hf", path=path, vocab_size=131)).eval()
     ours.hf.load_state_dict(truth.state_dict())
     tokens, labels = torch.randint(3, 131, (2, len(ROWS), ROW), generator=torch.Generator().manual_seed(4))
     expected = 0.0
@@ -98,7 +99,7 @@ def test_dynamic_frequencies_change_above_the_models_longest_sequence_only_which
     sections = {"model": {"name": "hf", "path": str(tmp_path)}, "data": {"tokenizer": "bytes"}, "train": {"steps": 1}}
     with pytest.raises(ValueError, match=r"seq_len=65 is more than the max_position_embeddings=64"):
         families.resolve(config.validate(sections | {"data": {"tokenizer": "bytes", "seq_len": 65}}, "test"))
-    model = HF(config.Transformers(name="hf", path=str(tmp_path), vocab_size=131))
+    model = HF(TransformersKeys(name="hf", path=str(tmp_path), vocab_size=131))
     rotary = model.hf.model.rotary_emb
     before = rotary.inv_freq.clone()
     model(torch.zeros(1, 64, dtype=torch.int64))

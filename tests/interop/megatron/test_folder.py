@@ -25,6 +25,7 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.distributed import exit_codes
+from dtmega.interop import stored
 from dtmega.interop.megatron import folder
 from dtmega.train import main as train
 from tests import deepspeed_files
@@ -132,7 +133,7 @@ CASES: dict[str, tuple[str, Layout, float, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] in families.FAMILIES])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] in families.names()])
 def test_what_was_converted_has_the_logits_of_megatrons_model_on_one_device(tmp_path: Path, case: str):
     kind, layout, version, options = CASES[case]
     written(tmp_path / "in", kind, layout, version, **options)
@@ -171,9 +172,8 @@ def checkpoint(path: Path) -> tuple[Any, dict[str, Tensor]]:
 def of_kind(kind: str, weights: dict[str, Tensor], model: config.Model) -> dict[str, Tensor]:
     """Tensors by Megatron's names, by ours."""
 
-    family = families.of(model)
     padded = model.model_copy(update={"vocab_size": ROWS, "pad_vocab_to_multiple": 1})
-    ours = family.read("megatron", Memory(weights), padded, kind)
+    ours = stored.of(model).read("megatron", Memory(weights), padded, kind)
     return {name: ours.read(name) for name in ours.tensors}
 
 

@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, families
-from dtmega.formats.format import Format
-from dtmega.formats.rules import directions
-from dtmega.formats.whole import aliases, as_ours
+from dtmega import config
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.llama import LlamaKeys
+from dtmega.config.families.t5 import T5Keys
+from dtmega.interop import stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.rules import directions
+from dtmega.interop.formats.whole import as_ours
 from dtmega.interop.megatron import forms, names
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.t5 import T5
-from tests.formats.test_formats import Memory
+from dtmega.models.ties import aliases
+from tests.interop.formats.test_formats import Memory
 from tests.plain_megatron import Plain
 
 D, H, F, V, S, N = 8, 2, 24, 20, 10, 2
@@ -26,11 +33,11 @@ T5_OF_MEGATRON: dict[str, Any] = {
     **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S, "norm_eps": 1e-5},
 }
 MODELS: dict[str, tuple[Format, config.Model, Any]] = {
-    "gpt": (forms.GPT_FORM, config.GPT(**SIZES, max_position_embeddings=S), GPT),
-    "gpt untied": (forms.GPT_FORM, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
-    "bert": (forms.BERT_FORM, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
-    "t5": (forms.T5_FORM, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
-    "bloom": (forms.BLOOM_FORM, config.Bloom(**SIZES), Bloom),
+    "gpt": (forms.GPT_FORM, GPTKeys(**SIZES, max_position_embeddings=S), GPT),
+    "gpt untied": (forms.GPT_FORM, GPTKeys(**SIZES, max_position_embeddings=S, tied=False), GPT),
+    "bert": (forms.BERT_FORM, BertKeys(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
+    "t5": (forms.T5_FORM, T5Keys(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
+    "bloom": (forms.BLOOM_FORM, BloomKeys(**SIZES), Bloom),
 }
 # The args that a pre-training of each saves, with the defaults of January 2022.
 ARGS: dict[str, Any] = {
@@ -257,10 +264,10 @@ def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
     [
         (
             forms.GPT_FORM,
-            config.GPT(**SIZES, glu="geglu"),
+            GPTKeys(**SIZES, glu="geglu"),
             "Megatron orders the rows of a gated feed-forward by its ranks",
         ),
-        (forms.BERT_FORM, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
+        (forms.BERT_FORM, BertKeys(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
     ],
 )
 def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: config.Model, message: str):
@@ -270,6 +277,6 @@ def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: con
 
 def test_a_model_of_no_form_of_a_program_is_refused_with_the_keys_that_would_make_it_one():
     with pytest.raises(ValueError, match=r"expected norm='pre' \(\[model\] name, \[model\] norm\)"):
-        families.FAMILIES["bert"].form(config.Bert(norm="post"), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
+        stored.of(BertKeys()).form(BertKeys(norm="post"), "megatron")
     with pytest.raises(ValueError, match=r"megatron has no model like this one of name = 'llama'"):
-        families.FAMILIES["llama"].form(config.Llama(), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
+        stored.of(LlamaKeys()).form(LlamaKeys(), "megatron")

@@ -17,7 +17,9 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.state import Progress, ScaleState
 from dtmega.cli.convert import to_checkpoint
 from dtmega.cli.convert.to_checkpoint import Training
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.interop.megatron import adam, folder, parts, ranks, recipe, vocabulary
 from dtmega.interop.megatron.folder import Contents
 from tests.interop.megatron.test_folder import Memory, changed, file_of, moments, written, written_bloom
@@ -107,7 +109,7 @@ def test_a_checkpoint_of_ours_has_the_counts_and_the_scale_of_theirs(tmp_path: P
     source, first, second = (Memory({"head.weight": torch.full((2, 3), value)}) for value in (1.0, 2.0, 3.0))
     progress, scale = Progress(9, 72, 2, 2, 16), ScaleState(1024.0, 3, 2)
     training = Training({"exp_avg": first, "exp_avg_sq": second}, progress, 7, scale, {"optim": {"lr": 0.5}})
-    to_checkpoint.write(str(tmp_path / "out"), source, config.GPT(), training=training)
+    to_checkpoint.write(str(tmp_path / "out"), source, GPTKeys(), training=training)
     made = open_checkpoint(str(tmp_path / "out"))
     state = state_of(made)
     assert (state.progress, state.updates, state.loss_scale) == (progress, 7, scale)
@@ -248,7 +250,7 @@ def contents(vocab_size: int = 0, **args: Any) -> Contents:
 def test_rows_of_padding_are_of_the_multiple_that_the_run_had(
     size: int, rows: int, args: dict[str, Any], multiple: int
 ):
-    model, _ = vocabulary.without_padding(config.GPT(vocab_size=rows), contents(**args), size)
+    model, _ = vocabulary.without_padding(GPTKeys(vocab_size=rows), contents(**args), size)
     assert (model.vocab_size, model.pad_vocab_to_multiple) == (size, multiple)
     assert model.padded_vocab_size == rows
 
@@ -262,8 +264,8 @@ def test_the_ids_of_a_t5_are_those_of_its_tokenizer_and_the_marks_behind_them():
 
 def test_an_embedding_with_a_row_too_few_is_refused():
     with pytest.raises(ValueError, match="has an embedding of 99 rows, too few for 100 ids"):
-        vocabulary.without_padding(config.GPT(vocab_size=99), contents(), 100)
-    assert vocabulary.without_padding(config.GPT(vocab_size=100), contents(), 100)[0].vocab_size == 100
+        vocabulary.without_padding(GPTKeys(vocab_size=99), contents(), 100)
+    assert vocabulary.without_padding(GPTKeys(vocab_size=100), contents(), 100)[0].vocab_size == 100
 
 
 def virtual(content: Any) -> None:
@@ -296,18 +298,18 @@ def test_heads_that_the_ranks_of_an_older_file_cannot_share_are_refused(tmp_path
 def test_a_run_counted_in_samples_goes_on_by_them_and_not_by_the_steps_that_were_worked_out():
     args = {"train_samples": 800, "lr_decay_samples": 700, "train_iters": 100, "lr_decay_iters": 90}
     args |= {"no_load_optim": True, "finetune": True, "load": "there", "seq_length": 10}
-    toml, _ = recipe.config_of_args(args, config.GPT(), "megatron-lm")
+    toml, _ = recipe.config_of_args(args, GPTKeys(), "megatron-lm")
     assert "samples = 800" in toml
     assert "decay = 700" in toml
     assert 'unit = "samples"' in toml
     assert "steps = " not in toml.partition("[train]")[2].partition("[")[0]
     assert "init_from" not in toml
     assert "order_samples = 800" in toml
-    by_steps, _ = recipe.config_of_args({"train_iters": 100, "global_batch_size": 8}, config.GPT(), "megatron-lm")
+    by_steps, _ = recipe.config_of_args({"train_iters": 100, "global_batch_size": 8}, GPTKeys(), "megatron-lm")
     assert "order_samples = 800" in by_steps
 
 
-@pytest.mark.parametrize("model", [config.Bert(), config.GPT()])
+@pytest.mark.parametrize("model", [BertKeys(), GPTKeys()])
 def test_only_of_next_tokens_is_their_order_of_samples_known(model: config.Model):
     toml, _ = recipe.config_of_args({"train_samples": 800}, model, "megatron-lm")
     assert ('order = "megatron-lm"' in toml) == (model.name == "gpt")

@@ -17,9 +17,12 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.bert import BertKeys
+from dtmega.config.families.gpt import GPTKeys
+from dtmega.config.families.t5 import T5Keys
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
-from dtmega.formats.whole import as_ours, as_theirs
+from dtmega.interop.formats.whole import as_ours, as_theirs
 from dtmega.interop.megatron import write, write_core
 from tests import core_files, hf_models, megatron_files
 from tests.interop.hf.files.test_ours import Memory
@@ -94,7 +97,7 @@ def test_the_arguments_pass_the_comparisons_of_the_loader(tmp_path: Path, kind: 
     compared |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     tokenizers = {"gpt": "GPT2BPETokenizer", "bloom": "PretrainedFromHF"}
     compared["tokenizer_type"] = tokenizers.get(model.name, "BertWordPieceLowerCase")
-    if isinstance(model, config.GPT | config.Bert | config.T5):
+    if isinstance(model, GPTKeys | BertKeys | T5Keys):
         compared["max_position_embeddings"] = model.max_position_embeddings
     if kind == "t5":
         compared["pipeline_model_parallel_split_rank"] = 1
@@ -229,7 +232,7 @@ def test_what_was_written_for_two_by_two_ranks_is_read_back_to_the_bit(tmp_path:
     )
     again = config.model_section(state_of(checkpoint).config["model"], "back")
     sizes = {"pad_vocab_to_multiple": 256}
-    if isinstance(again, config.T5):
+    if isinstance(again, T5Keys):
         sizes["kv_channels"] = again.head_dim  # which their arguments say
     assert again == model.model_copy(update=sizes)
 

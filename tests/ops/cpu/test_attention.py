@@ -12,7 +12,6 @@ from dtmega.ops import attention as A
 from dtmega.ops import attention_rule as R
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 from dtmega.ops.cpu import attention as C
-from dtmega.ops.cpu import features
 from tests.ops.test_attention import (
     HEADS,
     PLACES,
@@ -40,7 +39,7 @@ BOTH_SAMPLES = 12 * 64 * S
 @pytest.fixture(autouse=True)
 def in_small_parts_of_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks, products and pieces of a few hundred scores; memory that nobody has written is NaN."""
-    monkeypatch.setattr(features, "HAS_FAST_BFLOAT16", True)
+    monkeypatch.setattr(A, "attention_cpu", C.attention_cpu)
     monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
     monkeypatch.setattr(C, "SHORT_CHUNK", 40)
     monkeypatch.setattr(C, "PRODUCT_SCORES", ONE_GROUP)

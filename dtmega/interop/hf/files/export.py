@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from dtmega.checkpoint.sources import Source
 from dtmega.files.regular import read_regular
 from dtmega.files.untrusted_json import parse_object
-from dtmega.formats.sources import Source
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import MAX_FILE_BYTES, TensorSpec, tensor_specs, to_json, widest, write
 

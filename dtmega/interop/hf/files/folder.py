@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dtmega.formats.sources import Source
-from dtmega.formats.whole import Deduplicated
+from dtmega.checkpoint.sources import Source
+from dtmega.interop.formats.whole import Deduplicated
 from dtmega.interop.hf.files.tensors import TensorFiles
 
 

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 from dtmega import config
-from dtmega.formats.format import Format
-from dtmega.formats.rules import Assembly
-from dtmega.formats.sources import Renamed, Translated
-from dtmega.formats.whole import SAME, Build, check_stored, stored_copies, tensor_names
+from dtmega.checkpoint.sources import check_stored
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.rules import Assembly
+from dtmega.interop.formats.sources import Renamed, Translated
+from dtmega.interop.formats.whole import SAME, Build, stored_copies, tensor_names
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.folder import Folder, keys_of
 from dtmega.interop.hf.files.tensors import TensorFiles

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.formats.format import Format
-from dtmega.formats.sources import Slices, Source
-from dtmega.formats.whole import Build, tensor_names
+from dtmega.checkpoint.sources import Slices, Source
+from dtmega.interop.formats.format import Format
+from dtmega.interop.formats.whole import Build, tensor_names
 from dtmega.interop.hf.families import NOT_IN_PEFT
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import tensor_specs, to_json, write

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtmega.checkpoint.sources import Source
 from dtmega.files import atomic
-from dtmega.formats.sources import Source
 from dtmega.interop.hf.files.tensors import DTYPES, INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9

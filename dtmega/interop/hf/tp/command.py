@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtmega.distributed.rendezvous import meet, rank_and_size
 from dtmega.files.console import counted
-from dtmega.interop.hf.expert_parallel import experts_of, send_to_experts
+from dtmega.interop.hf.directory import experts_of
+from dtmega.interop.hf.expert_parallel import send_to_experts
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
 from dtmega.interop.hf.tp.verify import Verification, verify
-from dtmega.plans.expert_parallel import check_divisible, divide
+from dtmega.ops.expert_parallel import check_divisible, divide
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.plans import adapters
-from dtmega.plans.base import Stack, Style, local_part
+from dtmega.plans.base import ADAPTER, Stack, Style, local_part
 from dtmega.plans.products import product
 from dtmega.plans.styles import Column, Row
 
@@ -43,7 +42,7 @@ class PackedColumn(Column):
 
     def check(self, module: nn.Module, tp: int) -> None:
         super().check(module, tp)
-        own = {name: p for name, p in module.named_parameters(recurse=False) if name not in adapters.NAMES}
+        own = {name: p for name, p in module.named_parameters(recurse=False) if name not in ADAPTER}
         for name, parameter in own.items():
             size = parameter.shape[-1] if name == "bias" else parameter.shape[self.dim]
             self.check_size(f"'{name}' of {type(module).__name__} in {self.parts} parts", size, self.parts * tp)

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 from dtmega.distributed import replica_check
 from dtmega.interop.hf import families
+from dtmega.interop.hf.directory import allow_views
+from dtmega.interop.hf.logits import watch_labels
 from dtmega.interop.hf.tp import plan
 from dtmega.interop.hf.tp.generic import COST, generic_plan
 from dtmega.interop.hf.tp.native import native_plan
 from dtmega.interop.hf.tp.plan import HFPlan, family_plan
 from dtmega.interop.hf.tp.verify import verify
-from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.ops import host
 from dtmega.ops.shards import dim_to_cut
 from dtmega.plans.apply import apply_plan
@@ -109,7 +110,7 @@ def parallelize_hf(
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool, *, proven: bool = False) -> None:
-    """Shard the model in `stage` over tp for the trainer, which applies FSDP2 itself. If tp is 1, only fuse the loss.
+    """Shard the model in `stage` over tp for the trainer, which applies FSDP2 itself.
 
     Args:
         stage: the module that the trainer calls, with or without labels.
@@ -121,24 +122,14 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
     Raises:
         ValueError: the model has no plan, tp does not divide the model's sizes, or transformers' own plan is wrong.
     """
-    if tp.size() > 1:
-        hf_plan = plan_for(model, tp.size(), sequence_parallel)
-        check_modules(model, tp, hf_plan)
-        unproven = (
-            f"the plan that transformers brings for '{hf_plan.family}' is verified at the start of a run, not here"
-        )
-        if hf_plan.native and not proven and not host.must_skip(unproven):
-            prove(model, tp, hf_plan)
-        apply_plan(model, tp, hf_plan.table)
-        head = hf_plan.head
-    else:
-        module = model.get_output_embeddings()
-        head = LogitsHead(fused=True) if isinstance(module, nn.Linear) else None
-        if head is not None:
-            head.fuse(module)
-    if head is not None:
-        watch_labels(stage, head)
-    allow_views()
+    hf_plan = plan_for(model, tp.size(), sequence_parallel)
+    check_modules(model, tp, hf_plan)
+    unproven = f"the plan that transformers brings for '{hf_plan.family}' is verified at the start of a run, not here"
+    if hf_plan.native and not proven and not host.must_skip(unproven):
+        prove(model, tp, hf_plan)
+    apply_plan(model, tp, hf_plan.table)
+    if hf_plan.head is not None:
+        watch_labels(stage, hf_plan.head)
 
 
 def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
@@ -205,22 +196,8 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"{error}: load the same weights on every rank, or seed all alike") from None
 
 
-def watch_labels(model: nn.Module, head: LogitsHead) -> None:
-    """Before each forward of `model`, record in the head whether the call has labels."""
-
-    def note_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        head.labelled = kwargs.get("labels") is not None
-
-    model.register_forward_pre_hook(note_labels, with_kwargs=True)
-
-
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
     """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, so tied weights stay together."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)
-
-
-def allow_views() -> None:
-    """Silence FSDP2's warning about blocks that return a view, as in OPT; no family changes the view in place."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

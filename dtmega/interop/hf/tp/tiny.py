@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega.interop.hf import rope as rope_of
+from dtmega.interop.hf.directory import LONGROPE, parameters_of
 from dtmega.interop.hf.families import (
     EXPERT_KEYS,
     FEED_FORWARD_KEYS,
@@ -140,8 +140,8 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
 
 def _shrink_longrope(new: Any) -> None:
     """Give each head its share of the factors, and let the original length be that of a window."""
-    for rope in rope_of.parameters_of(new):
-        if rope.get("rope_type") != rope_of.LONGROPE:
+    for rope in parameters_of(new):
+        if rope.get("rope_type") != LONGROPE:
             continue
         n_factors = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
         for key in ("short_factor", "long_factor"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dtmega.interop.hf.tp.logits import Parts, VocabLogits
+from dtmega.interop.hf.logits import FusedHead
 from dtmega.interop.hf.tp.styles import Stack
 from dtmega.plans import mappings
 from dtmega.plans.base import local_part
@@ -18,7 +17,7 @@ _FUSED = "backward all-reduce; 3 numbers a token for the loss"
 _WHOLE = "all-gather of the logits, backward all-reduce"
 
 
-class LogitsHead(VocabStyle):
+class LogitsHead(VocabStyle, FusedHead):
     """Style of the head, an nn.Linear sharded by rows: [..., D] -> logits [..., V] on every rank.
 
     If `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the full
@@ -26,40 +25,18 @@ class LogitsHead(VocabStyle):
 
     Args:
         fused: whether to return `VocabLogits` if there are labels; if False, every forward gathers the logits.
-
-    Attributes:
-        labelled: whether the current forward has labels; `parallel.watch_labels` sets this attribute.
-        gathered_by_fsdp: whether FSDP2 gathers the weight for each forward.
-        calls: number of forwards so far.
     """
 
     cost = (_FUSED, _FUSED)
 
     def __init__(self, fused: bool) -> None:
-        super().__init__(Stack())
-        self.fused, self.labelled = fused, False
-        self.gathered_by_fsdp, self.calls = False, 0
+        VocabStyle.__init__(self, Stack())
+        FusedHead.__init__(self, fused)
         if not fused:
             self.cost = (_WHOLE, _WHOLE)
 
-    def fuse(self, module: Any) -> None:
-        """Fuse head and loss on a single rank. Nothing is sharded, and the parameters stay unchanged."""
-        self.check(module, 1)
-        module.forward = types.MethodType(self._function, module)
-
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        cut, size = isinstance(module.weight, DTensor), module.weight.shape[0]
-        group = self.group if cut else None
-        weight, bias = (local_part(p) if cut else p for p in (module.weight, module.bias))
-        self.calls += 1
-        parameter, version, call = module.weight, module.weight._version, self.calls
-
-        def unchanged() -> bool:
-            # In every forward, FSDP2 gathers the weight into one reused buffer without changing the tensor's version.
-            # So after a later forward, the weight counts as changed.
-            return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
-
-        start = 0 if group is None else self.first_row(parameter)
-        x = x if group is None else mappings.copy(x, group)
-        logits = VocabLogits(Parts(x, weight, bias, size, start, group, unchanged))
-        return logits if self.fused and self.labelled else logits.whole()
+        weight, bias = local_part(module.weight), local_part(module.bias)
+        join = functools.partial(mappings.join, group=self.group, dim=-1, size=module.weight.shape[0])
+        start = self.first_row(module.weight)
+        return self.logits(module.weight, mappings.copy(x, self.group), weight, bias, start, self.group, join)

@@ -12,11 +12,11 @@ import torch
 from dtmega.config import Batch, Data
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.denoising import masking
+from dtmega.data.objectives.denoising.masked import MASKED, MaskedRows
 from dtmega.data.objectives.denoising.masking import hide
 from dtmega.data.objectives.denoising.ngrams import words_of
 from dtmega.data.objectives.denoising.pairs import Pairs, lay_out
-from dtmega.data.objectives.known import MASKED
-from dtmega.data.objectives.rows import IGNORED, MaskedRows
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.ops import keyed
 from tests.library import SPECIALS, TOKENIZER, is_likely, library, samples_of, write
 

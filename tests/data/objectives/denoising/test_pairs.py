@@ -14,8 +14,8 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.objectives.denoising import cut
 from dtmega.data.objectives.denoising.cut import Targets, cut_table
+from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.pairs import PairSamples, lay_out
-from dtmega.data.objectives.known import MASKED
 from dtmega.data.sampling.blend import Blend, build_samples, parts_of
 from tests.library import SPECIALS, is_likely, library, samples_of, usable, write
 

@@ -18,18 +18,21 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.config import Batch, Data
+from dtmega.config.families.t5 import T5Keys
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.loader import TrainBatches
 from dtmega.data.objectives.denoising import merged_spans, separate_spans
 from dtmega.data.objectives.denoising.cut import Targets, cut_table
+from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.merged_spans import counts_of_longest
 from dtmega.data.objectives.denoising.sentinels import Marks, marks
+from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.denoising.spans import SpanSample
-from dtmega.data.objectives.known import MASKED, SEPARATE_SPANS, SPANS, check_keys
+from dtmega.data.objectives.keys import check_keys
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.rows import IGNORED, Rows
 from dtmega.data.text import open_text
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
 from dtmega.ops import keyed
@@ -148,7 +151,7 @@ def test_spans_are_other_ones_in_the_next_epoch(dataset, objective):
 
 @BOTH
 def test_a_model_reads_the_rows_as_they_are_and_padding_changes_nothing(dataset, objective):
-    model = T5(config.T5(vocab_size=V, hidden_size=16, n_layers=1, n_heads=2, ffn_hidden_size=24))
+    model = T5(T5Keys(vocab_size=V, hidden_size=16, n_layers=1, n_heads=2, ffn_hidden_size=24))
     init_weights(model, seed=0)
     model.init_buffers(seed=0)
     batch = rows_of(dataset, objective, seq_len=24, decoder_seq_len=12)[range(6)]
@@ -507,8 +510,8 @@ def test_the_identity_of_a_run_has_what_decides_its_spans(tmp_path, objective, n
     text = open_text(config.load([*flags, "--data.objective", name]), objective)
     decides = ("path", "tokenizer", "weights", "seq_len", "split", *objective.reads)
     assert set(text.identity) == {"[run] seed", "order", *(f"[data] {key}" for key in decides)}
-    # Where the row changes, raise `order` in data/objectives/denoising/objectives.py and the number here, so older runs
-    # are refused.
+    # Where the row changes, raise `order` in data/objectives/denoising/span_objectives.py and the number here, so older
+    # runs are refused.
     found, _, labels = unpadded(text.rows("train")[range(1)], 0)
     assert (found, labels) == (read, said)
     assert text.identity["order"] == 1

@@ -16,7 +16,9 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.config.families.hf import TransformersKeys
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
 from dtmega.interop.hf.files import export as hf_export
@@ -47,7 +49,7 @@ def described(path: Path) -> config.Model:
     """The [model] section that a directory makes."""
     from dtmega import families
 
-    asked = config.Transformers(path=str(path))
+    asked = TransformersKeys(path=str(path))
     return families.of(asked).reread_directory(asked, "")
 
 
@@ -341,7 +343,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
 
 
 def test_a_run_of_bloom_has_no_original(tmp_path, capsys):
-    to_checkpoint.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Bloom())
+    to_checkpoint.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), BloomKeys())
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out", "--original", str(tmp_path)) == exit_codes.REFUSED
     assert "--original is for a run with a [model] path" in capsys.readouterr().err
 

@@ -14,21 +14,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
-from dtmega.formats.sources import Cast
+from dtmega.interop import stored
+from dtmega.interop.formats.bloom import HF
+from dtmega.interop.formats.sources import Cast
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.folder import Folder
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles
 from dtmega.interop.hf.files.write import split
-from dtmega.interop.hf.names.bloom import HF
 from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.training.parallelize import parallelize
 from tests import ranks
 
 SHAPE = {"vocab_size": 131, "hidden_size": 64, "n_layers": 2, "n_heads": 8}
-MODEL = config.Bloom.model_validate(SHAPE)
+MODEL = BloomKeys.model_validate(SHAPE)
 
 
 class Memory:
@@ -54,12 +56,12 @@ class Broken(Memory):
 def write_all(source, folder, model, tokenizer_json=None, **keys):
     """`export` from one process."""
     keys = {"rank": 0, "size": 1, "barrier": lambda: None} | keys
-    families.of(model).export(source, folder, model, tokenizer_json, **keys)
+    stored.of(model).export(source, folder, model, tokenizer_json, **keys)
 
 
 def opened(folder: Path | str, model: config.Model = MODEL) -> Folder:
     """The weights in a directory."""
-    source = families.of(model).folder(Path(folder), model)
+    source = stored.of(model).folder(Path(folder), model)
     assert isinstance(source, Folder)
     return source
 
@@ -77,7 +79,7 @@ def parameters(model: Bloom) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def empty_model(model: config.Bloom = MODEL) -> Bloom:
+def empty_model(model: BloomKeys = MODEL) -> Bloom:
     """Every parameter is NaN, so that one which is not filled shows."""
     built = families.of(model).build(model)
     built.init_buffers(seed=1)
@@ -214,7 +216,7 @@ def test_padding_of_the_vocabulary_may_differ_and_new_rows_are_zero(pair, there,
     weights = parameters(pair[0])
     embed = weights["embed.weight"]
     source = Memory(weights | {"embed.weight": torch.cat([embed, torch.ones(there - 131, 64)])})
-    loaded = empty_model(config.Bloom.model_validate(SHAPE | {"pad_vocab_to_multiple": here}))
+    loaded = empty_model(BloomKeys.model_validate(SHAPE | {"pad_vocab_to_multiple": here}))
     load_weights(source, loaded.named_parameters(), vocab=131)
     filled = parameters(loaded)["embed.weight"]
     assert filled.shape == (here, 64)
@@ -401,7 +403,7 @@ def test_each_key_of_config_json_is_read_as_transformers_reads_it_and_compared_w
     from transformers import BloomConfig
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    default = config.Bloom.model_validate(model_section(tmp_path))
+    default = BloomKeys.model_validate(model_section(tmp_path))
     check_config(tmp_path, default)
     key, value = NAMES[name]
     plain = PUBLISHED | {name: value}
@@ -440,7 +442,7 @@ def test_the_configuration_as_bloom_was_published_is_a_model_section(tmp_path):
     published = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "n_inner": None}
     published |= {"vocab_size": 250880, "layer_norm_epsilon": 1e-05, "initializer_range": 0.02, "hidden_dropout": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    model = config.Bloom.model_validate(model_section(tmp_path))
+    model = BloomKeys.model_validate(model_section(tmp_path))
     assert (model.hidden_size, model.n_layers, model.n_heads, model.vocab_size) == (1024, 24, 16, 250880)
     check_config(tmp_path, model)
 
@@ -448,7 +450,7 @@ def test_the_configuration_as_bloom_was_published_is_a_model_section(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- writing
 
 # The vocabulary of stdlib-8k, padded from 8,192 to 8,208 rows.
-WITH_TOKENIZER = config.Bloom(
+WITH_TOKENIZER = BloomKeys(
     vocab_size=8192, pad_vocab_to_multiple=144, hidden_size=16, n_layers=2, n_heads=2, layer_norm_eps=1e-3
 )
 
@@ -568,7 +570,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path, pair):
 
 
 def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width(tmp_path):
-    model = config.Bloom(vocab_size=5, hidden_size=3, n_layers=2, n_heads=1)
+    model = BloomKeys(vocab_size=5, hidden_size=3, n_layers=2, n_heads=1)
     random = {name: torch.randn(p.shape) for name, p in parameters(families.of(model).build(model)).items()}
     weights = {name: t if "norm" in name else t.bfloat16() for name, t in random.items()}
     write_all(Memory(weights), tmp_path / "out", model)
@@ -585,7 +587,7 @@ def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):
 
     keys = {"vocab_size": 7, "hidden_size": 12, "n_layers": 1, "n_heads": 3, "layer_norm_eps": 1e-3, "init_std": 0.5}
     keys |= {"hidden_dropout": 0.25, "attention_dropout": 0.125, "apply_residual_connection_post_layernorm": True}
-    model = config.Bloom.model_validate(keys)
+    model = BloomKeys.model_validate(keys)
     write_all(
         Memory(parameters(families.of(model).build(model))),
         tmp_path / "out",
@@ -632,14 +634,14 @@ def test_an_index_says_where_each_tensor_is_and_how_much_they_are_together(tmp_p
 def test_what_a_killed_export_left_is_no_obstacle(tmp_path):
     (tmp_path / ".tmp-out").mkdir()
     (tmp_path / ".tmp-out" / "model-00001-of-00009.safetensors").write_text("half")
-    model = config.Bloom(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+    model = BloomKeys(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
     write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model)
     assert not (tmp_path / ".tmp-out").exists()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["model.safetensors"]
 
 
 def test_a_rank_that_may_not_write_is_refused_before_any_rank_has_made_a_file(tmp_path):
-    model = config.Bloom(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+    model = BloomKeys(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
 
     def refused() -> None:
         raise RuntimeError("another rank has refused")

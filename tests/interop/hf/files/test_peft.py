@@ -13,6 +13,8 @@ from peft.utils.save_and_load import set_peft_model_state_dict
 from torch import Tensor
 
 from dtmega import config, families
+from dtmega.config.families.hf import TransformersKeys
+from dtmega.interop import stored
 from dtmega.interop.hf.families import LAYER_KEYS, NOT_IN_PEFT
 from dtmega.interop.hf.files import peft as peft_files
 from dtmega.interop.hf.files.peft import Adapters, TheirModel, write_peft
@@ -71,7 +73,7 @@ def configured(kind: str, **more: Any) -> config.Config:
 
 def exported(cfg: config.Config, folder: Path) -> tuple[Adapters, TheirModel]:
     """Write folder/base and folder/merged, without adapters and with them added by hand; the adapters."""
-    family, whole = families.of(cfg.model), families.build(cfg)
+    files, whole = stored.of(cfg.model), families.build(cfg)
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
     for name, tensor in whole.stored_tensors():
@@ -85,9 +87,9 @@ def exported(cfg: config.Config, folder: Path) -> tuple[Adapters, TheirModel]:
         update = 3.0 * adapters[f"{layer}.lora_b"] @ adapters[f"{layer}.lora_a"]
         merged[f"{layer}.weight"] = base[f"{layer}.weight"] + (update.T if layer in transposed else update)
     for name, tensors in (("base", base), ("merged", merged)):
-        family.export(InMemory(**tensors), folder / name, cfg.model, None, rank=0, size=1, barrier=lambda: None)
-    stored = Adapters(InMemory(**adapters), layers, cfg.lora, str(folder / "base"))
-    return stored, family.their_model(cfg.model, layers)
+        files.export(InMemory(**tensors), folder / name, cfg.model, None, rank=0, size=1, barrier=lambda: None)
+    adapted = Adapters(InMemory(**adapters), layers, cfg.lora, str(folder / "base"))
+    return adapted, files.their_model(cfg.model, layers)
 
 
 # peft asks transformers 5 for what is called otherwise there.
@@ -142,21 +144,21 @@ def test_peft_loads_whatever_is_written_for_every_kind_of_transformers(tmp_path:
             if getattr(made, "layer_types", None):
                 made.layer_types = made.layer_types[:8]
             made.save_pretrained(tmp_path)
-            model = config.Transformers(name="hf", path=str(tmp_path), vocab_size=made.vocab_size)
+            model = TransformersKeys(name="hf", path=str(tmp_path), vocab_size=made.vocab_size)
             with torch.device("meta"):
                 whole: Any = families.of(model).build(model)
         except Exception:  # no kind that the trainer takes
             continue
         lacks = NOT_IN_PEFT.get(kind, ())
         known = {name: layer for name, layer in lora.linears(whole).items() if name.rpartition(".")[2] not in lacks}
-        theirs = families.of(model).their_model(model, known)
+        theirs = stored.of(model).their_model(model, known)
         adapters: dict[str, Tensor] = {}
         for name, layer in known.items():
             adapters[f"{name}.lora_a"] = torch.empty(2, layer.inputs, device="meta")
             adapters[f"{name}.lora_b"] = torch.empty(layer.outputs, 2, device="meta")
-        stored = Adapters(InMemory(**adapters), tuple(known), config.Lora(rank=2), "base")
-        settings = peft_files._config(stored, theirs)
-        names = peft_files._InTheirForm(stored.stored, theirs.layers)
+        adapted = Adapters(InMemory(**adapters), tuple(known), config.Lora(rank=2), "base")
+        settings = peft_files._config(adapted, theirs)
+        names = peft_files._InTheirForm(adapted.stored, theirs.layers)
         try:
             with torch.device("meta"):
                 loaded = peft.get_peft_model(whole.hf, peft.LoraConfig(**settings))

@@ -19,9 +19,11 @@ from torch.distributed.tensor import Replicate
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.cli.convert import to_checkpoint
+from dtmega.config.families.bloom import BloomKeys
+from dtmega.interop import stored
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles, has_weights
-from dtmega.interop.hf.tp.load import open_folder
+from dtmega.interop.hf.files.theirs import open_weights
 from dtmega.ops.shards import full_tensor
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from tests import hf_models, ranks
@@ -58,7 +60,7 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
 def ours(folder: Path) -> dict[str, torch.Tensor]:
     """The weights that a run starts with."""
     model = config_of(folder).model
-    source = families.of(model).weights(model)
+    source = stored.weights(model)
     assert source is not None
     return {name: source.read(name) for name in source.tensors}
 
@@ -485,7 +487,7 @@ class Memory:
 
 
 def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path, capsys):
-    to_checkpoint.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
+    to_checkpoint.write(str(tmp_path / "in"), Memory(), BloomKeys(n_layers=10**9))
     names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
     assert "(its own config) has n_layers=1000000000, but 1 tensors" in capsys.readouterr().err
@@ -507,7 +509,7 @@ def test_of_experts_that_are_stored_one_by_one_those_that_are_asked_for_are_read
     saved(tmp_path, Case("olmoe", tied=False))
     name = "model.layers.1.mlp.experts.gate_up_proj"
     model = hf_models.plain(Case("olmoe", tied=False))
-    folder = open_folder(tmp_path, model)
+    folder = open_weights(tmp_path, model)
     box = (slice(1, 5), slice(30, 70), slice(8, 40))  # of four of six, the ends of gates and the starts of ups
     assert torch.equal(folder.read(name, box), theirs(tmp_path)[name][box])
     assert folder.bytes_read == 4 * 40 * 32 * 4
@@ -675,7 +677,7 @@ def under_fsdp(folder: str) -> None:
     with torch.device("meta"):
         model = hf_models.plain(Case("gpt_neox"))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    source = open_folder(folder, model)
+    source = open_weights(folder, model)
     names = dict(truth.named_parameters())
     assert source.tensors.keys() == names.keys()
     assert all(torch.equal(source.read(name), p) for name, p in names.items())

@@ -15,7 +15,7 @@ from dtmega.distributed import exit_codes
 from dtmega.interop.hf.families import OVER_EP
 from dtmega.interop.hf.tp.command import verify_experts
 from dtmega.interop.hf.tp.verify import Verification
-from dtmega.plans.expert_parallel import Arrived
+from dtmega.ops.expert_parallel import Arrived
 from tests import ranks
 
 LIGHT = ("qwen3_moe",)

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from dtmega.__main__ import main as dtmega_main
 from dtmega.data.tokenizers.tokenizer_json import to_json
+from dtmega.interop.hf.directory import materialize
+from dtmega.interop.hf.logits import VocabLogits
 from dtmega.interop.hf.tp import command, parallel
-from dtmega.interop.hf.tp.load import materialize
-from dtmega.interop.hf.tp.logits import VocabLogits
 from dtmega.interop.hf.tp.packed import ConvColumn
 from dtmega.interop.hf.tp.regions import EnterHeads
 from dtmega.interop.hf.tp.styles import Stack

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dtmega import config, families
-from dtmega.data.objectives.objective import NEXT_TOKEN
+from dtmega.config.families.moe import MoEKeys
+from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.routed import with_router_losses
 from dtmega.interop.megatron.launch.experts import layers_with_experts
 from dtmega.interop.megatron.launch.flags import by_name
@@ -112,16 +113,16 @@ def test_every_flag_for_experts_has_a_row() -> None:
     assert [name for name in NAMED.split() if f"--{name}" not in by_name()] == []
 
 
-def model_of(line: str) -> config.MoE:
+def model_of(line: str) -> MoEKeys:
     """The model of a command that leaves nothing open."""
     translation = translate(line)
     assert translation.open == []
     model = config.validate(tomli.loads(translation.toml), "the translation").model
-    assert isinstance(model, config.MoE)
+    assert isinstance(model, MoEKeys)
     return model
 
 
-def n_parameters(model: config.MoE) -> int:
+def n_parameters(model: MoEKeys) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in families.of(model).build(model).parameters())
 
@@ -135,7 +136,7 @@ def test_mixtrals_launch_script_is_its_configuration_with_the_layout(tmp_path: P
     shipped = config.load(["--config", "mixtral-8x7b.toml"]).model
     theirs = {"init_std": 0.01, "balance_loss": 0.01, "pad_vocab_to_multiple": 128}
     assert found.model == shipped.model_copy(update=theirs)
-    assert isinstance(found.model, config.MoE)
+    assert isinstance(found.model, MoEKeys)
     assert n_parameters(found.model) == 46_702_792_704
     assert (found.mesh.pp, found.mesh.ep, found.mesh.tp, found.batch.micro_batch_size) == (4, 8, 1, 1)
     left = [line.split(":")[0] for line in translation.left_out if "--moe" in line]

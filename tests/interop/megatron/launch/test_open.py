@@ -12,6 +12,7 @@ import tomli
 
 from dtmega import config
 from dtmega.__main__ import main
+from dtmega.config.families.llama import LlamaKeys
 from dtmega.interop.megatron.launch.translate import translate
 
 # A GPT whose flags say everything that a run needs.
@@ -172,7 +173,7 @@ def test_megatrons_llama_is_our_llama() -> None:
     translation = translate(LLAMA)
     assert translation.open == []
     cfg = config.validate(tomli.loads(translation.toml), "the translation")
-    expected = config.Llama(
+    expected = LlamaKeys(
         vocab_size=128256,
         hidden_size=96,
         n_layers=3,

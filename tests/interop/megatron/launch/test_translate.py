@@ -11,6 +11,7 @@ import tomli
 
 from dtmega import config
 from dtmega.__main__ import main
+from dtmega.config.families.bloom import BloomKeys
 from dtmega.interop.megatron.launch.flags import by_name
 from dtmega.interop.megatron.launch.translate import translate
 from dtmega.interop.megatron.recipe import config_of_args
@@ -380,7 +381,7 @@ def test_groups_that_a_checkpoints_arguments_hold_in_pieces_are_mixtures_again()
         "valid_weighted_split_splits": [["0.95:1"], ["0.95:1", "0.95:1"]],
         "valid_weighted_split_paths": [["data/a"], ["data/a", "data/b"]],
     }
-    toml, _ = config_of_args(args, config.Bloom())
+    toml, _ = config_of_args(args, BloomKeys())
     data = tomli.loads(toml)["data"]
     assert data["train"] == TRAIN
     assert data["validation"] == VALID
