@@ -56,8 +56,6 @@ def begin(cfg: config.Config, device: torch.device = CPU) -> Run:
             "phases",
             "health",
             "pace",
-            "digests",
-            "log",
             "exit_status",
         )
     }

@@ -68,6 +68,8 @@ ROOMS = {
     "data workers": ["data.workers", "data.worker_signals"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
+    "rank logs": ["training.records.rank_log"],
+    "loads of experts": ["training.records.loads"],
     "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
     "starting weights": ["training.weights_beside", "checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
@@ -84,7 +86,11 @@ ROOMS = {
 RUNS = {
     "bloom": (1, [], {"bloom"}),
     "llama": (1, [], {"llama"}),
-    "moe over ep": (2, ["--mesh.ep", "2", "--mesh.dp_shard", "2"], {"moe", "experts", "ep", "fsdp"}),
+    "moe over ep": (
+        2,
+        ["--mesh.ep", "2", "--mesh.dp_shard", "2"],
+        {"moe", "experts", "loads of experts", "ep", "fsdp"},
+    ),
     "bloom over pp": (2, ["--mesh.pp", "2"], {"bloom", "pp"}),
     "bloom over tp": (2, ["--mesh.tp", "2"], {"bloom", "tp"}),
     "hf": (1, ["--model.path", "model", "--data.tokenizer", "stdlib-8k"], {"transformers"}),
