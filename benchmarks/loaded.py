@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHORT = (
     *("--run.device", "cpu", "--run.dir", "run", "--precision.params", "float32", "--train.steps", "2"),
     *("--eval.interval", "2", "--eval.steps", "1", "--eval.sample_tokens", "2"),
+    *("--data.num_workers", "0"),  # -1, the default, decides by the time that two batches take
 )
 PREPARE = """
 import sys
