@@ -34,7 +34,7 @@ from dtmega.ops import cost
 from dtmega.ops.cost import Piece
 from dtmega.training import device_peaks
 from dtmega.training.device_peaks import PeakMemory
-from dtmega.training.records.lines import StepLines, keep_until
+from dtmega.training.records.lines import EXPERT_LOADS, StepLines, keep_until
 
 if TYPE_CHECKING:
     from dtmega.models.routing import Loads
@@ -95,6 +95,7 @@ class Metrics:
         self._loads = None
         if not config.eval.only:
             keep_until(path, start_step, evaluates=validates_first or start_step >= self._total_steps)
+            keep_until(run_dir / EXPERT_LOADS, start_step)
             if loads is not None:
                 self._loads = rooms.expert_loads().LoadsFile(run_dir, loads, start_step, self.message)
         self._file = StepLines(path, self.message)

@@ -418,3 +418,10 @@ def test_the_means_that_a_loss_is_made_of_have_names_where_there_are_several(sta
     assert validation == {"step": 1, "val_loss": 3.25, "val_mlm": 3.0, "val_order": 0.5, "val_right": 0.75}
     assert test == {"step": 6, "test_loss": 3.0, "test_mlm": 3.0, "test_order": 0.5, "test_right": 0.75}
     assert "val loss 3.2500 | mlm 3.0000 | order 0.5000 | right 0.7500\n" in capsys.readouterr().out
+
+
+def test_a_new_run_without_experts_sets_the_loads_of_an_earlier_mixture_aside(start: Start, tmp_path: Path):
+    (tmp_path / "expert_loads.jsonl").write_text('{"first": 1, "step": 6, "loads": {"0": [3, 5]}}\n')
+    start()
+    assert not (tmp_path / "expert_loads.jsonl").exists()
+    assert (tmp_path / "expert_loads.1.jsonl").read_text() == '{"first": 1, "step": 6, "loads": {"0": [3, 5]}}\n'

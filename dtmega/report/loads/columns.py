@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from dtmega.distributed.exit_codes import MAX_STEP
 from dtmega.report.record import raw_lines
-from dtmega.training.records.lines import parse_line
-from dtmega.training.records.loads import NAME
+from dtmega.training.records.lines import EXPERT_LOADS, parse_line
 
 COLUMNS = 100  # maximum number of columns
 MAX_EXPERTS = 100_000  # maximum number of experts in all layers together; a line with more experts is left out
@@ -126,7 +125,7 @@ def _add(found: LoadColumns, line: _Line) -> bool:
 
 def _lines(run_dir: Path) -> Iterator[_Line | None]:
     """Yield the content of each line, or None for a damaged line. A run without expert_loads.jsonl yields nothing."""
-    for raw in raw_lines(run_dir / NAME):
+    for raw in raw_lines(run_dir / EXPERT_LOADS):
         record = parse_line(raw)
         yield None if record is None else _parsed(record)
 

@@ -8,7 +8,7 @@ from dtmega.files.console import counted
 from dtmega.report.loads.columns import LoadColumns
 from dtmega.report.markup import swatch, table, text
 from dtmega.report.run import Run
-from dtmega.training.records.loads import NAME
+from dtmega.training.records.lines import EXPERT_LOADS
 
 MAX_LISTED = 30  # maximum number of experts that are listed for a layer
 SHOWN_LAYERS = 12  # number of layers that are not folded away
@@ -38,7 +38,7 @@ def section(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         damaged = run.loads.damaged_lines
         if damaged:
             lines = counted(damaged, "damaged or unfinished line")
-            out.append(f'<p class="note">{lines} of {NAME} left out.</p>')
+            out.append(f'<p class="note">{lines} of {EXPERT_LOADS} left out.</p>')
     if not out:
         return []
     return ["<section><h2>Loads of the experts</h2>", f'<p class="note">{HOW_TO_READ}</p>', *out, "</section>"]

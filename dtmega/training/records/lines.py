@@ -21,6 +21,8 @@ from dtmega.distributed.exit_codes import MAX_STEP
 from dtmega.files import atomic
 from dtmega.files.untrusted_json import parse_object
 
+EXPERT_LOADS = "expert_loads.jsonl"  # what `loads.py` writes; a run without experts sets that of an earlier run aside
+
 
 class StepLines:
     """A writer that appends lines to a file. If a line cannot be written, the writer warns and the run continues.

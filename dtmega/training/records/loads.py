@@ -19,9 +19,8 @@ from pathlib import Path
 from torch import Tensor
 
 from dtmega.models.routing import Loads
-from dtmega.training.records.lines import StepLines, keep_until
+from dtmega.training.records.lines import EXPERT_LOADS, StepLines
 
-NAME = "expert_loads.jsonl"
 LINES = 100  # a line covers at least 1 / LINES of the steps done so far
 
 
@@ -29,16 +28,14 @@ class LoadsFile:
     """The writer of expert_loads.jsonl.
 
     Args:
-        run_dir: run directory. Lines of steps that the run will repeat are removed from the file; a new run sets the
-            old file aside.
+        run_dir: run directory, in which lines of steps that the run will repeat are removed already.
         loads: loads of the run's experts.
         at_step: number of steps done before this start.
         say: function that prints a warning.
     """
 
     def __init__(self, run_dir: Path, loads: Loads, at_step: int, say: Callable[[str], object]) -> None:
-        self._path, self._loads, self._say = run_dir / NAME, loads, say
-        keep_until(self._path, at_step)
+        self._path, self._loads, self._say = run_dir / EXPERT_LOADS, loads, say
         self._lines: StepLines | None = None
         self._first = at_step + 1
         self._newest = at_step
@@ -79,7 +76,7 @@ class LoadsFile:
             self._lines = self._lines or StepLines(self._path, self._say)
         # The next line covers these steps too.
         except OSError as error:
-            self._say(f"WARNING: {NAME} cannot be written: {error}")
+            self._say(f"WARNING: {EXPERT_LOADS} cannot be written: {error}")
             return
         self._lines.write({"first": self._first, "step": self._newest, "loads": found})
         self._sum = None

@@ -21,6 +21,7 @@ from dtmega.models.initial import init_weights
 from dtmega.models.routing import Loads, Routing
 from dtmega.report.loads import columns
 from dtmega.training.records import loads
+from dtmega.training.records.lines import EXPERT_LOADS, keep_until
 from dtmega.training.records.loads import LoadsFile
 from tests.layouts import FAMILIES, write_text
 from tests.resumed import Training, flags, train_all
@@ -159,6 +160,7 @@ def written(folder: Path, at_step: int, last: int, saved: int, skipped: int) -> 
 
 def test_a_line_covers_a_hundredth_of_the_steps_so_far_and_each_step_is_in_one_line(tmp_path: Path):
     written(tmp_path, 0, 900, saved=437, skipped=250).close()  # it goes on from the save
+    keep_until(tmp_path / EXPERT_LOADS, 437)
     written(tmp_path, 437, 2000, saved=1600, skipped=0).close()
     found = lines_of(tmp_path)
     first = 1
