@@ -355,6 +355,13 @@ def shipped_conversations():
     return conversations
 
 
+def blends():
+    """Samples from several corpora: several prefixes in [data] path, or a mixture."""
+    from dtmega.data.sampling import blend
+
+    return blend
+
+
 def data_workers():
     """Processes that make batches: [data] num_workers."""
     from dtmega.data import workers

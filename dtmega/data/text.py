@@ -17,15 +17,8 @@ from dtmega.data.loader import bears_loss
 from dtmega.data.objectives.keys import check_keys
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.rows import Rows
-from dtmega.data.sampling.blend import (
-    BY_DOCUMENT,
-    CorpusPart,
-    SplitRule,
-    build_samples,
-    parts_of,
-    parts_of_mixture,
-)
 from dtmega.data.sampling.samples import AnySamples
+from dtmega.data.sampling.splits import BY_DOCUMENT, CorpusPart, SplitRule, build_samples, parts_of, parts_of_mixture
 from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.console import counted

@@ -9,7 +9,7 @@ from dtmega import config, families
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.llama import LlamaKeys
 from dtmega.config.families.t5 import T5Keys
-from dtmega.data.sampling.blend import split_documents
+from dtmega.data.sampling.splits import split_documents
 from dtmega.ops import cost
 
 # name, parameters, L, D, H, peak lr, final lr, global batch, ramp's increment. Parameters from the model cards on

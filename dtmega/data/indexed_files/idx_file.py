@@ -19,7 +19,6 @@ All numbers are little-endian. Sources: megatron-core's `datasets/indexed_datase
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,10 +34,9 @@ def _codes(names: dict[int, str]) -> dict[int, np.dtype[Any]]:
     return {code: np.dtype(name) for code, name in names.items()}
 
 
-_INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-DTYPE_OF_CODE = _codes({**_INTEGERS, 6: "<f8", 7: "<f4"})
-LEGACY_DTYPES = _codes({**_INTEGERS, 6: "<f8", 7: "<f8"})  # np.float and np.double, both of 8 bytes
-_CODE_OF_INTEGER = {np.dtype(name): code for code, name in _INTEGERS.items()}
+INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPE_OF_CODE = _codes({**INTEGERS, 6: "<f8", 7: "<f4"})
+LEGACY_DTYPES = _codes({**INTEGERS, 6: "<f8", 7: "<f8"})  # np.float and np.double, both of 8 bytes
 
 
 class Index(NamedTuple):
@@ -136,42 +134,3 @@ def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) 
     if code not in codes:
         raise ValueError(f"{path}: expected a dtype code in {sorted(codes)}, got {code}")
     return codes[code]
-
-
-def check_integer(prefix: str, dtype: np.dtype[Any]) -> None:
-    """Check that tokens of a dtype can be written.
-
-    Raises:
-        ValueError: Megatron has no code for the dtype, or the dtype is not an integer dtype.
-    """
-    if dtype not in _CODE_OF_INTEGER:
-        raise ValueError(f"{prefix}: expected a dtype in {[str(known) for known in _CODE_OF_INTEGER]}, got {dtype}")
-
-
-def index_pieces(
-    dtype: np.dtype[Any],
-    n_sequences: int,
-    n_documents: int,
-    sizes: Callable[[], Iterator[NDArray[Any]]],
-    ends: Callable[[], Iterator[NDArray[Any]]],
-) -> Iterator[bytes | NDArray[Any]]:
-    """Yield the content of an .idx file in the MMIDIDX layout, in chunks as long as those of `sizes` and `ends`.
-
-    Args:
-        dtype: integer dtype of the tokens (see `check_integer`).
-        n_sequences: number of sequences.
-        n_documents: number of documents.
-        sizes: function that yields the number of tokens of each sequence, in arrays of any length.
-        ends: function that yields the number of sequences up to the end of each document, in arrays of any length.
-    """
-    yield HEADER.pack(MAGIC, 1, _CODE_OF_INTEGER[dtype], n_sequences, n_documents + 1)
-    for piece in sizes():
-        yield piece.astype("<i4", copy=False)
-    start = 0
-    for piece in sizes():
-        stops = start + np.cumsum(piece, dtype="<i8") * dtype.itemsize
-        yield np.concatenate([[start], stops[:-1]]).astype("<i8")[: len(piece)]
-        start = int(stops[-1]) if len(stops) else start
-    yield np.zeros(1, "<i8")
-    for piece in ends():
-        yield piece.astype("<i8", copy=False)

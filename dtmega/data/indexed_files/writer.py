@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK
-from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
+from dtmega.data.indexed_files.idx_file import HEADER, INTEGERS, MAGIC
 from dtmega.data.indexed_files.record import ChatRecord, PartRecord, Record
 from dtmega.data.indexed_files.spilled_array import SpilledArray
 from dtmega.data.indexed_files.stored_output import local_folder, pair_files
 from dtmega.data.tokenizers.tokenizer import Tokenizer
+
+_CODE_OF_INTEGER = {np.dtype(name): code for code, name in INTEGERS.items()}
 
 
 class IndexedWriter:
@@ -145,3 +147,42 @@ def text_of(
         chat=chat,
     )
     return record.text()
+
+
+def check_integer(prefix: str, dtype: np.dtype[Any]) -> None:
+    """Check that tokens of a dtype can be written.
+
+    Raises:
+        ValueError: Megatron has no code for the dtype, or the dtype is not an integer dtype.
+    """
+    if dtype not in _CODE_OF_INTEGER:
+        raise ValueError(f"{prefix}: expected a dtype in {[str(known) for known in _CODE_OF_INTEGER]}, got {dtype}")
+
+
+def index_pieces(
+    dtype: np.dtype[Any],
+    n_sequences: int,
+    n_documents: int,
+    sizes: Callable[[], Iterator[NDArray[Any]]],
+    ends: Callable[[], Iterator[NDArray[Any]]],
+) -> Iterator[bytes | NDArray[Any]]:
+    """Yield the content of an .idx file in the MMIDIDX layout, in chunks as long as those of `sizes` and `ends`.
+
+    Args:
+        dtype: integer dtype of the tokens (see `check_integer`).
+        n_sequences: number of sequences.
+        n_documents: number of documents.
+        sizes: function that yields the number of tokens of each sequence, in arrays of any length.
+        ends: function that yields the number of sequences up to the end of each document, in arrays of any length.
+    """
+    yield HEADER.pack(MAGIC, 1, _CODE_OF_INTEGER[dtype], n_sequences, n_documents + 1)
+    for piece in sizes():
+        yield piece.astype("<i4", copy=False)
+    start = 0
+    for piece in sizes():
+        stops = start + np.cumsum(piece, dtype="<i8") * dtype.itemsize
+        yield np.concatenate([[start], stops[:-1]]).astype("<i8")[: len(piece)]
+        start = int(stops[-1]) if len(stops) else start
+    yield np.zeros(1, "<i8")
+    for piece in ends():
+        yield piece.astype("<i8", copy=False)

@@ -28,8 +28,8 @@ from dtmega.data.megatron.blend import MegatronBlend
 from dtmega.data.megatron.cache import OrderName
 from dtmega.data.megatron.index import OrderSettings, index_of
 from dtmega.data.objectives.objective import Objective
-from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.sampling.samples import AnySamples
+from dtmega.data.sampling.splits import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 
 MOST_CORPORA = 254  # maximum number of corpora in a blend of Megatron-LM or Megatron-DeepSpeed (one-byte indices)
 

@@ -19,9 +19,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
-from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
 from dtmega.data.indexed_files.record import record_of
 from dtmega.data.indexed_files.stored_output import check_free, pair_files
+from dtmega.data.indexed_files.writer import check_integer, index_pieces
 from dtmega.data.preparing.copying import join_files
 from dtmega.data.preparing.joined_records import Part, in_order, joined_record
 from dtmega.files.console import counted

@@ -9,8 +9,9 @@ import pytest
 from dtmega.config import Data
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.objectives.next_token import NEXT_TOKEN
-from dtmega.data.sampling.blend import Blend, Splits, build_samples, deal, huffman, parts_of, split_documents
+from dtmega.data.sampling.blend import Blend, deal, huffman
 from dtmega.data.sampling.samples import Samples
+from dtmega.data.sampling.splits import Splits, build_samples, parts_of, split_documents
 from tests.data.sampling.test_samples import LENGTHS, read, write_corpus
 
 

@@ -16,7 +16,8 @@ from dtmega.data.objectives.denoising import cut
 from dtmega.data.objectives.denoising.cut import Targets, cut_table
 from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.pairs import PairSamples, lay_out
-from dtmega.data.sampling.blend import Blend, build_samples, parts_of
+from dtmega.data.sampling.blend import Blend
+from dtmega.data.sampling.splits import build_samples, parts_of
 from tests.library import SPECIALS, is_likely, library, samples_of, usable, write
 
 S = 96
