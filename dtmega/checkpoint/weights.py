@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import changes
-from dtmega.checkpoint.base import Digesting, open_base
+from dtmega.checkpoint.base import Digesting, check_digests, open_base
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
@@ -97,7 +97,7 @@ class Merged:
             ValueError: the tensors do not come from the base of the run.
         """
         frozen = [name for name in counted if name in self.base.digests]
-        self.base.check(self._frozen.digests(frozen, group), self.path)
+        check_digests(self.base, self._frozen.digests(frozen, group), self.path)
 
     def _layer(self, name: str) -> str:
         """The name of the layer whose adapter changes the tensor `name`; '' if no adapter changes the tensor."""
@@ -116,7 +116,7 @@ def whole_weights(
     Args:
         checkpoint: checkpoint to read.
         model: [model] section, with the current path of the model's directory.
-        weights_of: method `weights` of the model family, which opens the base.
+        weights_of: function `weights` of `interop/stored.py`, which opens the base.
         base_path: current path of the base; '' if the base has not moved.
 
     Raises:
@@ -141,7 +141,7 @@ def open_checkpoint_weights(
 
     Args:
         model: [model] section of the run.
-        weights_of: method `weights` of the model family, which opens the base of a checkpoint with frozen weights.
+        weights_of: function `weights` of `interop/stored.py`, which opens the base of a checkpoint with frozen weights.
         digest: digest of the directory from which the model is read; '' if there is no such directory.
 
     Raises:

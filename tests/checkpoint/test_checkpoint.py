@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from dtmega import __version__, config
 from dtmega.checkpoint import manifest, resume, tensor_files
-from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.files import Disk, Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.objects import Objects
@@ -37,10 +36,8 @@ from dtmega.checkpoint.remote import Remote
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.staging import Stager
-from dtmega.checkpoint.state import HealthState, Progress, State
+from dtmega.checkpoint.state import Base, ExactState, HealthState, Progress, ScaleState, State
 from dtmega.checkpoint.tensors import tensors_of
-from dtmega.ops.fixed_point import ExactState
-from dtmega.ops.loss_scale import ScaleState
 
 CPU = torch.device("cpu")
 IDENTITY = {"data": "xxh3 of it", "order": 1, "seed": 1}
