@@ -635,3 +635,24 @@ def muon():
 
 
 # Checkpoints and files: object stores, starting weights, files of other programs.
+
+
+def remote():
+    """Checkpoints under a URL: [checkpoint] dir and resume, [model] init_from."""
+    from dtmega.checkpoint import remote
+
+    return remote
+
+
+def changes():
+    """Keys that differ from the stored ones: a run that resumes with another configuration."""
+    from dtmega.checkpoint import changes
+
+    return changes
+
+
+def starting():
+    """Weights that a run reads beside its checkpoints: [model] init_from or path, [lora], [train] freeze."""
+    from dtmega.checkpoint import starting
+
+    return starting

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.checkpoint.base import Base
+from dtmega.checkpoint.state import Base
 from dtmega.interop import stored
 from dtmega.mesh import World
 from dtmega.models.initial import draw

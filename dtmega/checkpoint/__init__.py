@@ -2,7 +2,9 @@
 
     manifest.py      description of a checkpoint: JSON, with a digest of every block of bytes
     cover.py         check that a tensor's stored boxes cover the tensor exactly
-    files.py         file operations that checkpoints need, on a disk or under a URL
+    files.py         file operations that checkpoints need, on a disk
+    remote.py        the same under a URL
+    objects.py       the same in an object store
     reader.py        a finished checkpoint, verified while it is read
     tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
     pieces.py        tensors held as several boxes on one rank, for tensor_files.py

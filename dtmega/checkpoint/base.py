@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,44 +24,31 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.sources import BY_TOKEN, Slices, Source
+from dtmega.checkpoint.state import Base
 from dtmega.ops import keyed
 
 AT_A_TIME = 2**20  # number of elements to convert to int64 at a time
 MOVED = "if it has moved, [lora] base_path says where it is"
 
 
-class Base(NamedTuple):
-    """The base of a run, as recorded in the run's checkpoints.
+def check_digests(base: Base, digests: Mapping[str, str], where: str) -> None:
+    """Refuse weights whose digests differ from the recorded digests.
 
-    Attributes:
-        path: directory or checkpoint of the base.
-        digests: name of each tensor that the run's checkpoints leave out -> digest of the tensor.
-        transposed: names of the layers that have adapters and whose weights are stored as [in, out].
-        elements: number of elements in the tensors of `digests`.
+    Args:
+        base: base of the run, as its checkpoint describes it.
+        digests: name of each tensor that was read -> digest of the tensor.
+        where: path that the weights were read from.
+
+    Raises:
+        ValueError: a digest differs.
     """
-
-    path: str
-    digests: dict[str, str]
-    transposed: tuple[str, ...] = ()
-    elements: int = 0
-
-    def check(self, digests: Mapping[str, str], where: str) -> None:
-        """Refuse weights whose digests differ from the recorded digests.
-
-        Args:
-            digests: name of each tensor that was read -> digest of the tensor.
-            where: path that the weights were read from.
-
-        Raises:
-            ValueError: a digest differs.
-        """
-        other = [name for name, digest in digests.items() if self.digests[name] != digest]
-        if other:
-            name = other[0]
-            raise ValueError(
-                f"{where} is not the base of this run: {len(other)} of {len(digests)} tensors differ; '{name}' has the "
-                f"digest {digests[name]}, expected {self.digests[name]} ({MOVED})"
-            )
+    other = [name for name, digest in digests.items() if base.digests[name] != digest]
+    if other:
+        name = other[0]
+        raise ValueError(
+            f"{where} is not the base of this run: {len(other)} of {len(digests)} tensors differ; '{name}' has the "
+            f"digest {digests[name]}, expected {base.digests[name]} ({MOVED})"
+        )
 
 
 class Digesting:

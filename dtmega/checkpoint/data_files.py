@@ -17,6 +17,7 @@ from dtmega.checkpoint.manifest import Damaged, Manifest, StoredChunk, block_dig
 
 Slices = tuple[slice, ...]
 WRITE_BYTES = 4 * 2**20  # number of bytes per write; a multiple of every block size
+READ_BYTES = 8 * 2**20  # number of bytes per read, unless one box has more; what an object store sends in one answer
 
 
 class DataFile:

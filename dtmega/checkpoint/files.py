@@ -1,8 +1,7 @@
-"""Storage for checkpoints: a disk (`Disk`), an object store (`Objects`), or any other fsspec URL (`Remote`).
+"""Storage for checkpoints: a disk (`Disk`), or a URL (`remote.py`, which a run on disks does not open).
 
-Each change to the file system is one method call here, so that a test can kill the process at each change. On a disk,
-a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores and URLs cannot
-rename a folder atomically, so there the manifest is written last, and a folder without a manifest is no checkpoint.
+Each change to the file system is one method call here, so that a test can kill the process at each change. A checkpoint
+is written under a temporary name and published by a rename, which is atomic.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import fsspec
-from fsspec.core import url_to_fs
-
+from dtmega import rooms
 from dtmega.checkpoint.manifest import NAME, Damaged
-from dtmega.checkpoint.objects import Objects
 from dtmega.files import atomic
-from dtmega.files.object_requests import check_usable
-from dtmega.files.outages import at_start
 from dtmega.files.regular import open_regular
-from dtmega.files.urls import is_object_store
+
+if TYPE_CHECKING:
+    from dtmega.checkpoint.objects import Objects
+    from dtmega.checkpoint.remote import Remote
+
+Place: TypeAlias = "Disk | Remote | Objects"
 
 
 def open_root(root: str) -> Place:
@@ -35,13 +34,7 @@ def open_root(root: str) -> Place:
         ValueError: the library for this URL is not installed, or the URL cannot be reached.
         Unreachable: the object store does not answer.
     """
-    if "://" not in root:
-        return Disk(root)
-    check_usable(root, "[checkpoint] dir")
-    try:
-        return Objects(root) if is_object_store(root) else Remote(root)
-    except (ImportError, ValueError, OSError) as error:
-        raise at_start(error, f"cannot open {root}: {error} ([checkpoint] dir)") from None
+    return rooms.remote().open_url(root) if "://" in root else Disk(root)
 
 
 class Disk:
@@ -152,7 +145,11 @@ class Disk:
         Returns:
             Lines for the user about leftovers; [] on a disk, where all leftovers are deleted.
         """
-        _remove_temporary(self)
+        for folder in self.folders():
+            if folder.startswith((".tmp-step-", ".old-step-")):
+                # A folder that cannot be deleted only takes up space.
+                with contextlib.suppress(Exception):
+                    self.remove(folder)
         return []
 
     def sync(self, folder: str) -> None:
@@ -178,131 +175,3 @@ class Disk:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
-
-
-class Remote:
-    """The folders under a URL that fsspec can open, with the methods of `Disk` except `sync` and `rename`.
-
-    `sync` and `rename` are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a
-    manifest.
-    """
-
-    parallel_reads = 1
-    stays_readable = False
-    second_writer = "a second run that writes there would not be noticed"
-
-    def __init__(self, url: str) -> None:
-        fs, root = url_to_fs(url)
-        assert isinstance(fs, fsspec.AbstractFileSystem)
-        self._fs, self.root, self._url = fs, root, url.rstrip("/")
-        # Fail now if the URL is unreachable. Create nothing: a mere search for checkpoints must leave no trace.
-        self.folders()
-
-    def path(self, folder: str) -> str:
-        return f"{self._url}/{folder}"
-
-    def folders(self) -> list[str]:
-        try:
-            return sorted(_base(e["name"]) for e in self._ls("") if e["type"] == "directory")
-        except FileNotFoundError:
-            return []
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        try:
-            return {_base(e["name"]): e["size"] for e in self._ls(folder) if e["type"] == "file"}
-        except OSError as error:
-            raise Damaged(f"{self.path(folder)}: {error}") from None
-
-    def is_complete(self, folder: str) -> bool:
-        return NAME in self.sizes(folder)
-
-    def new_attempt(self) -> str:
-        return ""
-
-    def unpublished(self, folder: str) -> str:
-        return folder
-
-    def make(self, folder: str) -> None:
-        self._fs.invalidate_cache()
-        if self._fs.exists(self._at(folder, NAME)):
-            raise FileExistsError(f"{self.path(folder)} is a finished checkpoint")
-        self.remove(folder)
-        self._fs.makedirs(self._at(folder), exist_ok=True)
-
-    @contextlib.contextmanager
-    def create(self, folder: str, name: str) -> Iterator[Any]:
-        path = self._at(folder, name)
-        try:
-            with self._fs.open(path, "wb") as file:
-                yield file
-        except BaseException:
-            # The `with` statement has closed the file, so a partial file, such as half a manifest, now exists.
-            with contextlib.suppress(Exception):
-                self._fs.rm(path)
-            raise
-
-    @contextlib.contextmanager
-    def open(self, folder: str, name: str) -> Iterator[Any]:
-        try:
-            file = self._fs.open(self._at(folder, name), "rb")
-        except OSError as error:
-            raise Damaged(f"{name}: {error}") from None
-        with file:
-            yield file
-
-    def publish(self, folder: str, raw: bytes, attempt: str) -> str:
-        with self.create(folder, NAME) as file:
-            file.write(raw)
-        return ""
-
-    def discard(self, folder: str, attempt: str) -> None:
-        # A save writes directly into the final folder, which may hold an older, complete checkpoint.
-        if folder in self.folders() and not self.is_complete(folder):
-            self.remove(folder)
-
-    def retire(self, folder: str) -> None:
-        self.remove(folder)
-
-    def clear_leftovers(self) -> list[str]:
-        _remove_temporary(self)
-        return []
-
-    def move(self, folder: str, into: str) -> None:
-        self._fs.makedirs(self._at(into), exist_ok=True)
-        self._fs.mv(self._at(folder), self._at(into, folder), recursive=True)
-
-    def remove(self, folder: str) -> None:
-        self._fs.invalidate_cache()
-        if self._fs.exists(self._at(folder)):
-            # Delete the manifest first: if the removal is interrupted, the folder no longer counts as a checkpoint.
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(self._at(folder, NAME))
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(self._at(folder), recursive=True)
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # Drop fsspec's cached listing, which lacks files that other ranks wrote later.
-        self._fs.invalidate_cache()
-        return self._fs.ls(self._at(folder), detail=True)
-
-    def _at(self, *names: str) -> str:
-        # Empty names are left out: for an object store, a//b and a/b are different names.
-        return "/".join([self.root, *filter(None, names)])
-
-
-def _base(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
-
-
-def _remove_temporary(files: Disk | Remote) -> None:
-    """Delete the folders with temporary names. A folder that cannot be deleted only takes up space."""
-    for folder in files.folders():
-        if folder.startswith((".tmp-step-", ".old-step-")):
-            with contextlib.suppress(Exception):
-                files.remove(folder)
-
-
-Place: TypeAlias = Disk | Remote | Objects

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from dtmega import config
@@ -19,13 +19,15 @@ from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.sources import Source
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.process import Claim
 from dtmega.files import console
 from dtmega.files.outages import at_start
+
+if TYPE_CHECKING:
+    from dtmega.checkpoint.sources import Source
 
 
 class CandidatePaths(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtmega import config
-from dtmega.checkpoint import changes, manifest
+from dtmega import config, rooms
+from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
@@ -245,7 +245,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
 
     # Changed data or a changed seed may be allowed, so both are compared last. Refuse every other change here.
-    refused = changes.changed(state.config, cfg, "refused")
+    refused = [] if is_unchanged(state.config, cfg) else rooms.changes().changed(state.config, cfg, "refused")
     data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]
     if state.digest != digest:
@@ -283,6 +283,14 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             f"{checkpoint.path} is of a run on other data: {lines} (to go on all the same: [checkpoint] "
             f"allow_changed_data = true; {how_to_start_anew})"
         )
+
+
+def is_unchanged(then: Mapping[str, Mapping[str, Any]], now: config.Config) -> bool:
+    """True if no key differs from the configuration in a checkpoint, or only [precision] params, which is left open."""
+    values = now.model_dump()
+    if now.precision.params == "auto":
+        values["precision"]["params"] = then.get("precision", {}).get("params")
+    return values == then
 
 
 def state_of(checkpoint: Checkpoint) -> State:

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import manifest, tensor_files
-from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
-from dtmega.checkpoint.state import State
+from dtmega.checkpoint.state import Base, State
 from dtmega.checkpoint.tensor_files import Failed
 from dtmega.checkpoint.tensors import targets_of
 from dtmega.ops.shards import local

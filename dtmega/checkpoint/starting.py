@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint.base import Base, Digesting, location, open_base
+from dtmega.checkpoint.base import Digesting, check_digests, location, open_base
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import state_of
 from dtmega.checkpoint.sources import Source
+from dtmega.checkpoint.state import Base
 from dtmega.checkpoint.weights import load_weights
 
 
@@ -82,5 +83,5 @@ def load_beside(
     load_weights(digesting, stored, model.vocab_size)
     digests = digesting.digests(counted, group)
     if was is not None:
-        was.check(digests, location(model, source))
+        check_digests(was, digests, location(model, source))
     return digests

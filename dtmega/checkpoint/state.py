@@ -10,7 +10,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from dtmega import __version__
-from dtmega.checkpoint.base import Base
 
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 
@@ -53,6 +52,22 @@ class HealthState(NamedTuple):
     best_step: Count = 0
     stopped: str = ""
     unvalidated: Count = 0
+
+
+class Base(NamedTuple):
+    """The base of a run with frozen weights (`base.py`), as recorded in the run's checkpoints.
+
+    Attributes:
+        path: directory or checkpoint of the base.
+        digests: name of each tensor that the run's checkpoints leave out -> digest of the tensor.
+        transposed: names of the layers that have adapters and whose weights are stored as [in, out].
+        elements: number of elements in the tensors of `digests`.
+    """
+
+    path: str
+    digests: dict[str, str]
+    transposed: tuple[str, ...] = ()
+    elements: int = 0
 
 
 class ScaleState(NamedTuple):

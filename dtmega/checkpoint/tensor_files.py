@@ -32,12 +32,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.data_files import DataFile, Extent, extent, side_by_side
+from dtmega.checkpoint.data_files import READ_BYTES, DataFile, Extent, extent, side_by_side
 from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest, StoredChunk
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.files.object_requests import PART_BYTES
 from dtmega.files.outages import Unreachable
 
 T = TypeVar("T")
@@ -266,7 +265,7 @@ class _Reader(StorageReader):
     def _contents(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Tensor]]:
         """Yield (item, content) pairs in any order, with up to `files.parallel_reads` concurrent reads."""
         extents = [self._extent(item) for item in items]
-        groups = deque(side_by_side(extents, PART_BYTES))
+        groups = deque(side_by_side(extents, READ_BYTES))
         at_once = self._checkpoint.files.parallel_reads
         if at_once == 1:
             for group in groups:

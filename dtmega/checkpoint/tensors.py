@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint.base import Base
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.state import Base
 
 
 def tensors_of(

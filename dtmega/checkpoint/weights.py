@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import changes
-from dtmega.checkpoint.base import Digesting, open_base
+from dtmega.checkpoint.base import Digesting, check_digests, open_base
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
@@ -97,7 +97,7 @@ class Merged:
             ValueError: the tensors do not come from the base of the run.
         """
         frozen = [name for name in counted if name in self.base.digests]
-        self.base.check(self._frozen.digests(frozen, group), self.path)
+        check_digests(self.base, self._frozen.digests(frozen, group), self.path)
 
     def _layer(self, name: str) -> str:
         """The name of the layer whose adapter changes the tensor `name`; '' if no adapter changes the tensor."""

@@ -6,6 +6,7 @@ have reached its end (`dtmega/distributed/agreement.py`), so no rank continues a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dtmega import config, families, mesh, rooms
-from dtmega.checkpoint import changes, found, resume, starting
+from dtmega.checkpoint import found, resume
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints
-from dtmega.checkpoint.sources import Source
 from dtmega.checkpoint.state import START, Progress, State
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
@@ -42,6 +42,7 @@ from dtmega.training.phases import Phases
 from dtmega.training.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
+    from dtmega.checkpoint.sources import Source
     from dtmega.training.profile import Profiler
     from dtmega.training.records.rank_log import RankLog
 
@@ -182,7 +183,7 @@ def claim_run_directory(
             check_sees_checkpoints(cfg, exit_status.checkpoint)
             for claim in claims:
                 closing.callback(claim.close)
-            paths = found.find_candidates(cfg, text.identity, settings.digest)
+            paths = found.find_candidates(settings.saved_cfg, text.identity, settings.digest)
             closing.callback(found.remove_probe, cfg, paths)
             step.send = paths._asdict()
             if cfg.pipeline.draw:
@@ -218,6 +219,15 @@ def weights_of(model: config.Model) -> Source | None:
     return rooms.stored().weights(model) if families.of(model).has_weights(model) else None
 
 
+def reads_weights_beside(cfg: Config, candidates: Sequence[Checkpoint]) -> bool:
+    """True if the run needs weights that are not in its newest checkpoint, or has a key that asks for some."""
+    if candidates:
+        return resume.state_of(candidates[0]).base is not None
+    return families.of(cfg.model).has_weights(cfg.model) or bool(
+        cfg.lora.rank or cfg.lora.base_path or cfg.train.freeze
+    )
+
+
 def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog | None:
     """Open this rank's log, if [log] ranks asks for it. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
@@ -236,7 +246,9 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         if startup.rank == 0:
             # Rank 0 chooses the dtype for all ranks, because their processors may differ.
             step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
-        init = starting.weights_beside(settings.cfg, candidates, weights_of)
+        init = None
+        if reads_weights_beside(settings.cfg, candidates):
+            init = rooms.starting().weights_beside(settings.cfg, candidates, weights_of)
         step.must_match = found.manifest_digests([*candidates, init])
     dtype = step.received
     settings = settings._replace(
@@ -409,10 +421,10 @@ def announcement(
         lines += choices.accumulation_note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:
         lines += optim.notes_on_warmup(cfg, end)
-    if loaded:
+    if loaded and not resume.is_unchanged(loaded.config, settings.saved_cfg):
         overflowed = at.overflowed, at.overflowed_samples
         saved_cfg = settings.saved_cfg
-        lines += changes.lines(loaded.config, saved_cfg, at.step, at.samples, text.samples_in, overflowed)
+        lines += rooms.changes().lines(loaded.config, saved_cfg, at.step, at.samples, text.samples_in, overflowed)
     if settings.auto_dtype:
         why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
         lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")

@@ -10,8 +10,9 @@ import torch
 
 from dtmega import config, families, rooms
 from dtmega.checkpoint import starting
-from dtmega.checkpoint.base import Base, location
+from dtmega.checkpoint.base import location
 from dtmega.checkpoint.sources import Source
+from dtmega.checkpoint.state import Base
 from dtmega.training.sharded_model import ShardedModel
 
 

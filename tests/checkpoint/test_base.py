@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import base
-from dtmega.checkpoint.base import Base, Digesting, part_digest
+from dtmega.checkpoint.base import Digesting, part_digest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.state import Base
 from dtmega.checkpoint.weights import Merged
 from dtmega.ops import keyed
 from tests.checkpoint.test_reader import store

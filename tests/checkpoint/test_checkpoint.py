@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 from dtmega import __version__, config
 from dtmega.checkpoint import manifest, resume, tensor_files
-from dtmega.checkpoint.base import Base
-from dtmega.checkpoint.files import Disk, Place, Remote, open_root
+from dtmega.checkpoint.files import Disk, Place, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.objects import Objects
+from dtmega.checkpoint.remote import Remote
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.staging import Stager
-from dtmega.checkpoint.state import ExactState, HealthState, Progress, ScaleState, State
+from dtmega.checkpoint.state import Base, ExactState, HealthState, Progress, ScaleState, State
 from dtmega.checkpoint.tensors import tensors_of
 
 CPU = torch.device("cpu")

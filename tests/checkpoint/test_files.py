@@ -16,8 +16,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.files import Disk, Place, Remote, open_root
+from dtmega.checkpoint.files import Disk, Place, open_root
 from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.remote import Remote
 from dtmega.checkpoint.resume import finished, open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dtmega.checkpoint import manifest, reader
 from dtmega.checkpoint.data_files import DataFile
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.remote import Remote
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.state import State
 

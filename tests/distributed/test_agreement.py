@@ -27,8 +27,9 @@ import transformers
 import dtmega
 from dtmega import config, families, mesh, train
 from dtmega.checkpoint import found, manifest
-from dtmega.checkpoint.files import Disk, Remote
+from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.remote import Remote
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.distributed import agreement, exit_codes, process
 from dtmega.distributed.agreement import Startup
