@@ -35,20 +35,6 @@ def activation_bytes_per_layer(
     return inputs * (whole + (34 - whole + core) / t)
 
 
-def layers_in_flight(layers: int, p: int = 1, v: int = 1) -> float:
-    """The number of (layer, microbatch) pairs whose activations the first rank of a 1F1B pipeline keeps at its peak.
-
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3: L without interleaving, because p microbatches are in
-    flight on L / p layers; L (1 + (p - 1) / (p v)) with v > 1 stages per rank.
-
-    Args:
-        layers: number of layers in the whole model, L.
-        p: pipeline size.
-        v: number of stages per rank.
-    """
-    return layers * (1 + (p - 1) / (p * v)) if v > 1 else float(layers)
-
-
 def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int = 12) -> float:
     """The bytes of weights, gradients and optimizer states on one rank, with 16-bit weights and gradients.
 
@@ -71,11 +57,6 @@ def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int
     gradients = 2 / n_ranks if stage >= 2 else 2
     states = optimizer_bytes / n_ranks if stage >= 1 else optimizer_bytes
     return parameters * (weights + gradients + states)
-
-
-def layout_zero_bytes(parameters: float, tp: int, pp: int, dp: int, stage: int) -> float:
-    """The result of `zero_bytes` for one rank, if tensor and pipeline parallelism divide the parameters evenly."""
-    return zero_bytes(parameters / (tp * pp), dp, stage)
 
 
 def bubble_over_ideal(p: int, m: int, v: int = 1) -> float:
