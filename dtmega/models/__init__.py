@@ -1,1 +1,1 @@
-"""One file per model, written as if for a single device. `dtmega/families.py` lists the models by name."""
+"""One file per model, written as if for a single device. `families/` has a record for each model."""
