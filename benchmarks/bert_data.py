@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from dtmega.config import Data
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.idx_file import HEADER, MAGIC
 from dtmega.data.objectives.denoising.masked import MASKED
 from dtmega.data.objectives.denoising.pairs import PairSamples
 from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.objective import Objective
-from dtmega.data.preparing.corpus import prepare_stdlib
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 SEQ_LEN = 512
 
@@ -64,7 +64,7 @@ def start(prefix: Path, what: str) -> None:
 
 def make_rows(objective: Objective, seq_len: int, size: int) -> None:
     tokenizer = load_tokenizer("stdlib-wordpiece")
-    dataset = IndexedDataset(prepare_stdlib(tokenizer, in_sentences=objective.sentences))
+    dataset = IndexedDataset(default_corpus.prepare(tokenizer, in_sentences=objective.sentences))
     data = Data(seq_len=seq_len)
     samples = objective.samples(dataset, (0, len(dataset.document_index) - 1), data, 1234, "train", 0)
     rows = objective.rows(samples, data, tokenizer)

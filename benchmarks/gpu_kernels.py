@@ -53,7 +53,7 @@ import torch.distributed as dist  # noqa: E402
 
 from dtmega import config, families  # noqa: E402 (it imports torch)
 from dtmega.config.families.llama import LlamaKeys  # noqa: E402
-from dtmega.ops import cross_entropy, softmax  # noqa: E402
+from dtmega.ops import compiled_softmax, cross_entropy  # noqa: E402
 from dtmega.ops.context_parallel import ContextParallel  # noqa: E402
 from dtmega.planning.counting.torch_cuda import SHARED_BYTES  # noqa: E402
 
@@ -243,13 +243,13 @@ def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=made.backend, fullgraph=True, dynamic=True)
 
-    with compiling_for_it(made), FakeTensorMode(), patch.object(softmax, "compiled_pass", compiled):
+    with compiling_for_it(made), FakeTensorMode(), patch.object(compiled_softmax, "compiled_pass", compiled):
         on_it = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "requires_grad": True}
         h, weight = torch.empty(n_tokens, hidden_size, **on_it), torch.empty(vocab_size, hidden_size, **on_it)
         labels = torch.zeros(n_tokens, dtype=torch.int64, device=h.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a warning about the address of a fake tensor
-            cross_entropy.linear_cross_entropy(h, weight, labels, compiled=True)
+            cross_entropy.linear_cross_entropy(h, weight, labels, passes=compiled_softmax.CompiledPasses)
     return made
 
 

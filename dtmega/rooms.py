@@ -282,6 +282,13 @@ def config_help():
     return help
 
 
+def refusals():
+    """The words about a wrong configuration."""
+    from dtmega.config import refusals
+
+    return refusals
+
+
 def suggestions():
     """Suggestions for names that do not exist, of keys, sections and files."""
     from dtmega.config import suggestions
@@ -327,6 +334,62 @@ def hidden_spans():
     return span_objectives
 
 
+def megatron_order():
+    """Samples in the order of a Megatron run: [data] order."""
+    from dtmega.data.megatron import order
+
+    return order
+
+
+def stdlib_corpus():
+    """The default corpus, made where it is not there yet."""
+    from dtmega.data.preparing import corpus
+
+    return corpus
+
+
+def shipped_conversations():
+    """The default corpus of conversations."""
+    from dtmega.data.preparing import conversations
+
+    return conversations
+
+
+def data_workers():
+    """Processes that make batches: [data] num_workers."""
+    from dtmega.data import workers
+
+    return workers
+
+
+def wordpiece():
+    """Vocabularies of WordPieces: [data] tokenizer = "stdlib-wordpiece" or "bert:PATH"."""
+    from dtmega.data.tokenizers import wordpiece
+
+    return wordpiece
+
+
+def confined_tokenizer():
+    """A tokenizer.json as [data] tokenizer."""
+    from dtmega.data.tokenizers import tokenizer_child
+
+    return tokenizer_child
+
+
+def stored_pairs():
+    """Token files in an object store: a URL of a store as [data] path."""
+    from dtmega.data.indexed_files import stored
+
+    return stored
+
+
+def stored_rows():
+    """Rows of samples whose tokens are in an object store."""
+    from dtmega.data.objectives import stored_rows
+
+    return stored_rows
+
+
 # Training: what a step may do beside training, and what a run may report.
 
 
@@ -351,7 +414,70 @@ def exact():
     return exact
 
 
+def exact_machine():
+    """What decides the bits of products on this machine: [run] exact."""
+    from dtmega.training.exact import machine
+
+    return machine
+
+
+def exact_record():
+    """The digests of each step, for `dtmega replay`: [run] exact."""
+    from dtmega.training.exact import record
+
+    return record
+
+
+def loss_scale():
+    """A factor on the loss: [precision] params = "float16"."""
+    from dtmega.training import loss_scale
+
+    return loss_scale
+
+
+def spikes():
+    """Steps with a conspicuous loss or gradient, which are skipped: [train] skip_spikes."""
+    from dtmega.ops.optim import spikes
+
+    return spikes
+
+
+def profile():
+    """Traces of chosen steps: [profile], or a file `profile-now` in the run directory."""
+    from dtmega.training import profile
+
+    return profile
+
+
+def trackers():
+    """wandb, mlflow and trackio: [log] trackers."""
+    from dtmega.training.records import trackers
+
+    return trackers
+
+
+def rank_log():
+    """A log of each rank: [log] ranks = "all"."""
+    from dtmega.training.records import rank_log
+
+    return rank_log
+
+
+def expert_loads():
+    """The record of the experts' loads: models with experts."""
+    from dtmega.training.records import loads
+
+    return loads
+
+
 # Layouts: axes of the mesh, adapters, experts, optimizers.
+
+
+def compiled_softmax():
+    """Compiled kernels of the loss: [compile] enable on a GPU."""
+    from dtmega.ops import compiled_softmax
+
+    return compiled_softmax
 
 
 def cpu_attention():

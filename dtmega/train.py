@@ -19,7 +19,7 @@ import traceback
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,23 +40,22 @@ from dtmega.mesh import World
 from dtmega.ops import optim
 from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
-from dtmega.ops.loss_scale import LossScale
-from dtmega.ops.optim import Spikes
-from dtmega.training import errors, exact, start
+from dtmega.training import errors, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
-from dtmega.training.exact.record import Record
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics, several
 from dtmega.training.pace import Pace
 from dtmega.training.phases import REDUCE
-from dtmega.training.profile import take_request
-from dtmega.training.records.rank_log import RankLog
 from dtmega.training.step import Run, check_same_batch, train_step
+
+if TYPE_CHECKING:
+    from dtmega.training.records.rank_log import RankLog
 
 FINISHED = "finished"
 EVALUATED = "[eval] only"
 SIGNALLED = "a signal asked for it"
 KILLED = "[train] kill_switch"
+PROFILE_NOW = "profile-now"
 GO_ON = "to go on all the same: --train.past_stop true"
 
 
@@ -126,20 +125,28 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
     health = Health(cfg.train, loaded.health if loaded else HEALTHY)
-    log.line(f"after step {at.step} of {end.steps}")
+    if log is not None:
+        log.line(f"after step {at.step} of {end.steps}")
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             start.write_files(settings, world, checkpoints, loaded, at, end, exit_status.attempt)
         metrics = start.open_metrics(settings, world, model, at, end, begins_with_validation(cfg, health, at, end))
         closing.callback(metrics.close)
-        digests = Record(cfg, world, at.step)
-        closing.callback(digests.close)
+        digests = None
+        if cfg.run.exact and not cfg.eval.only:
+            digests = rooms.exact_record().Record(Path(cfg.run.dir), world, at.step)
+            closing.callback(digests.close)
         watch.before_exit(partial(leave_traces, log, metrics))
     metrics.message("\n".join([start.announcement(settings, text, world, origin, loaded, end), *proof]))
 
     phases = start.watch_phases(settings, world, watch, metrics, at)
     closing.callback(phases.close)
     model.on_reduce = partial(phases.enter, REDUCE)
+    loss_scale, spikes = None, None
+    if cfg.precision.params == "float16":
+        loss_scale = rooms.loss_scale().LossScale(cfg.precision, loaded and loaded.loss_scale)
+    if cfg.train.skip_spikes:
+        spikes = rooms.spikes().Spikes(cfg.train.skip_spikes, loaded.recent if loaded else [])
     run = Run(
         saved_cfg=settings.saved_cfg,
         cfg=cfg,
@@ -148,25 +155,26 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         model=model,
         optimizer=optimizer,
         batches=batches,
-        spikes=Spikes(cfg.train.skip_spikes, loaded.recent if loaded else []),
         checkpoints=checkpoints,
         metrics=metrics,
         watch=watch,
         phases=phases,
         health=health,
-        digests=digests,
-        log=log,
         pace=Pace(cfg.log.slow_steps if cfg.log.interval else 0, world.device),
         exit_status=exit_status,
         digest=settings.digest,
-        loss_scale=LossScale.of(cfg.precision, loaded and loaded.loss_scale),
+        loss_scale=loss_scale,
+        spikes=spikes,
+        digests=digests,
+        log=log,
     )
     return run, at
 
 
-def leave_traces(log: RankLog, metrics: Metrics) -> None:
+def leave_traces(log: RankLog | None, metrics: Metrics) -> None:
     """Write the last log lines and tracker rows of a rank that the watchdog is about to end."""
-    log.write_stacks()
+    if log is not None:
+        log.write_stacks()
     metrics.abandon()
 
 
@@ -286,12 +294,13 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
         run.phases.enter(SAVING)
         # Write the metrics to disk before the checkpoint: a run that resumes from the checkpoint needs these metrics.
         run.metrics.sync()
-        run.digests.sync()
+        if run.digests is not None:
+            run.digests.sync()
         state = State.of(
             run.saved_cfg.model_dump(),
             progress=at,
             updates=at.step - at.skipped,
-            recent=run.spikes.recent,
+            recent=run.spikes.recent if run.spikes else (),
             loss_scale=run.loss_scale and run.loss_scale.state,
             exact=run.model.exact and run.model.exact.state,
             health=run.health.state,
@@ -361,7 +370,8 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
     rate = optim.rate_at(cfg, *learned, end)
     optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
     done = train_step(run, batch)
-    run.digests.write(step, done.digests)
+    if run.digests is not None and done.digests is not None:
+        run.digests.write(step, done.digests)
     times = run.phases.end_step()
     if not done.overflowed:
         run.health.after_step(step, done.loss)
@@ -369,12 +379,12 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         metrics.message(warning)
     if due(step, cfg.log.interval) and run.model.loads is not None and (warning := run.model.loads.unused()):
         metrics.message(warning)
-    if due(step, cfg.log.interval):
+    if run.log is not None and due(step, cfg.log.interval):
         run.log.line(times.in_words(f"step {step} | loss {done.loss:.4f} | grad_norm {done.grad_norm:.2f}"))
 
     scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
     if done.beyond_grid:
-        metrics.message(exact.grid_overflow(step, done.beyond_grid))
+        metrics.message(rooms.exact().grid_overflow(step, done.beyond_grid))
     if done.skipped:
         metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
     else:
@@ -421,19 +431,26 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
         KILLED: killed(run),
         SIGNALLED: bool(run.watch.signals),
     }
-    n_profiled = take_request(Path(run.cfg.run.dir), step) if run.world.rank == 0 else 0
+    request = Path(run.cfg.run.dir, PROFILE_NOW)
+    n_profiled = rooms.profile().take_request(request, step) if sees(run, request) else 0
     seen = torch.tensor([*reasons.values(), n_profiled], dtype=torch.int32, device=run.world.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     *hold, n_profiled = seen.tolist()
     if n_profiled:
-        run.phases.request_profile(n_profiled)
+        run.phases.profiler = run.phases.profiler or start.open_profiler(run.cfg, run.world, run.metrics)
+        run.phases.profiler.request(step + 1, n_profiled)
     return [reason for reason, holds in zip(reasons, hold, strict=True) if holds][-1]
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the [train] kill_switch file exists. Other ranks do not check, to spare the file system."""
+    """True on rank 0 if the [train] kill_switch file exists."""
+    return sees(run, run.cfg.train.kill_switch)
+
+
+def sees(run: Run, path: str | Path) -> bool:
+    """True on rank 0 if a file exists, by which a user tells the run something. Other ranks spare the file system."""
     # Unlike Path.exists, os.path.exists raises no error if the file system fails for a moment (EIO, ESTALE, EACCES).
-    return run.world.rank == 0 and os.path.exists(run.cfg.train.kill_switch)
+    return run.world.rank == 0 and os.path.exists(path)
 
 
 def killed_before_it_began(run: Run) -> bool:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dtmega import config, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.optim import build_optimizer
 from dtmega.ops.shards import local
 from dtmega.training.parallelize import parallelize
 from dtmega.training.step import Run, train_step
@@ -56,12 +56,10 @@ def begin(cfg: config.Config, device: torch.device = CPU) -> Run:
             "phases",
             "health",
             "pace",
-            "digests",
-            "log",
             "exit_status",
         )
     }
-    return Run(cfg, cfg, world, model=model, optimizer=optimizer, spikes=Spikes(0), **nobody)
+    return Run(cfg, cfg, world, model=model, optimizer=optimizer, **nobody)
 
 
 def batch(cfg: config.Config, number: int = 0) -> StepBatch:

@@ -33,7 +33,6 @@ from dtmega.interop import stored
 from dtmega.interop.hf.tp.verify import deviation
 from dtmega.mesh import World
 from dtmega.ops import optim, shards
-from dtmega.ops.optim import Spikes
 from dtmega.ops.shards import local
 from dtmega.training.checks import check
 from dtmega.training.parallelize import parallelize
@@ -235,7 +234,7 @@ def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[f
     """Losses of two steps as the trainer does them."""
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
+    run: Any = SimpleNamespace(**parts, spikes=None, watch=Mock(), phases=Mock(), loss_scale=None)
     return [train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
 
 

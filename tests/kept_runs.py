@@ -20,7 +20,7 @@ import numpy as np
 from dtmega import train
 from dtmega.checkpoint import resume
 from dtmega.data.indexed_files.writer import IndexedWriter
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "tests" / "runs"

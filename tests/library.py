@@ -14,7 +14,7 @@ from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.objectives.denoising.masked import specials
 from dtmega.data.objectives.denoising.pairs import PairSamples
 from dtmega.data.preparing import corpus, sentences
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")
 SPECIALS = specials(TOKENIZER)

@@ -25,7 +25,6 @@ from dtmega.mesh import World
 from dtmega.models.initial import draw
 from dtmega.models.lora import is_adapter
 from dtmega.ops import optim
-from dtmega.ops.optim import Spikes
 from dtmega.ops.shards import boxes, local
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
@@ -177,7 +176,7 @@ def steps(cfg: config.Config, world: World, model: ShardedModel) -> list[float]:
     """Losses of all steps as the trainer does them."""
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
+    run: Any = SimpleNamespace(**parts, spikes=None, watch=Mock(), phases=Mock(), loss_scale=None)
     return [train_step(run, hf_train.microbatches(world, cfg, i))[0] for i in range(cfg.train.steps)]
 
 

@@ -1,22 +1,20 @@
 """Claims about what a run loads: the rooms that its configuration asks for, and no other.
 
 Each run trains two steps in interpreters of its own, with a validation, a save and a sample, on a corpus that is
-prepared already. `benchmarks/loaded.py` prints the same, with lines.
+prepared already (`benchmarks/loaded.py`, which prints the files with their lines).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from dtmega.data.preparing.corpus import prepare_stdlib
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from benchmarks.loaded import loaded
+from dtmega.data import default_corpus
+from dtmega.data.tokenizers.load import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +25,7 @@ ROOMS = {
     "llama": ["models.llama", "plans.llama", "families.llama", "config.families.llama"],
     "moe": [
         "config.families.llama",
+        "models.llama",
         "models.moe",
         "models.latent_attention",
         "plans.moe",
@@ -40,29 +39,44 @@ ROOMS = {
     "plans of transformers": ["interop.hf.tp"],
     "proofs on transformers": ["interop.hf.context_proof", "interop.hf.rows_proof"],
     "longrope": ["interop.hf.rope"],
-    "lora": ["models.lora", "plans.adapters"],
+    "lora": ["models.lora", "plans.adapters", "training.adapter_proof"],
     "experts": ["models.experts", "models.routing", "models.capacity", "plans.experts"],
     "ep": ["ops.expert_parallel", "interop.hf.expert_parallel"],
+    "recomputation": ["training.recompute"],
+    "compiled blocks": ["training.compiled_proof", "ops.compiled_softmax"],
     "muon": ["ops.optim.muon", "ops.optim.owners"],
     "exact": ["training.exact", "fsdp.exact", "fsdp.digests", "fsdp.slots", "ops.fixed_point"],
     "cp": ["ops.context_parallel", "ops.sequence_exchange", "interop.hf.context"],
-    "pp": ["pipelining"],
+    "pp": ["pipelining", "training.pipelined"],
     "fsdp": ["fsdp"],
     "tp": ["plans"],
-    "object stores": ["files.object_file", "files.object_requests", "checkpoint.objects", "data.indexed_files.stored*"],
+    "object stores": [
+        "files.object_file",
+        "files.object_requests",
+        "checkpoint.objects",
+        "data.indexed_files.stored*",
+        "data.objectives.stored_rows",
+    ],
     "conversations": ["data.indexed_files.conversations", "data.sampling.packs", "data.objectives.conversations"],
     "prefixes": ["data.objectives.prefixes"],
     "spans and masks": ["data.objectives.denoising"],
     "megatron's orders": ["data.megatron"],
-    "preparing text": ["data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"],
+    "preparing text": [
+        *("data.preparing", "data.indexed_files.writer", "data.indexed_files.spilled_array"),
+        "data.indexed_files.pair_files",
+    ],
+    "data workers": ["data.workers", "data.worker_signals"],
     "profiles": ["training.profile", "training.operator_times"],
     "trackers": ["training.records.trackers"],
-    "float16": ["ops.loss_scale"],
+    "rank logs": ["training.records.rank_log"],
+    "loads of experts": ["training.records.loads"],
+    "float16": ["training.loss_scale"],
     "spikes": ["ops.optim.spikes"],
-    "starting weights": ["checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
+    "starting weights": ["training.weights_beside", "checkpoint.starting", "checkpoint.weights", "checkpoint.base"],
     "changes": ["checkpoint.changes"],
     "planning": ["planning"],
     "reports": ["report"],
+    "refusals": ["config.refusals"],
     "synonyms": ["config.suggestions"],
     "help": ["config.help"],
     "mixtures": ["config.mixtures"],
@@ -72,25 +86,15 @@ ROOMS = {
 RUNS = {
     "bloom": (1, [], {"bloom"}),
     "llama": (1, [], {"llama"}),
-    "moe over ep": (2, ["--mesh.ep", "2", "--mesh.dp_shard", "2"], {"moe", "experts", "ep", "fsdp"}),
+    "moe over ep": (
+        2,
+        ["--mesh.ep", "2", "--mesh.dp_shard", "2"],
+        {"moe", "experts", "loads of experts", "ep", "fsdp"},
+    ),
     "bloom over pp": (2, ["--mesh.pp", "2"], {"bloom", "pp"}),
     "bloom over tp": (2, ["--mesh.tp", "2"], {"bloom", "tp"}),
     "hf": (1, ["--model.path", "model", "--data.tokenizer", "stdlib-8k"], {"transformers"}),
 }
-SHORT = (
-    *("--run.device", "cpu", "--train.steps", "2", "--eval.interval", "2", "--eval.steps", "1"),
-    *("--eval.sample_tokens", "2", "--data.num_workers", "0", "--log.tensorboard", "false"),
-)
-RUN = """
-import json, os, sys
-from pathlib import Path
-from dtmega import train
-from dtmega.distributed import process
-code = train.main(sys.argv[2:])
-loaded = sorted(name.removeprefix("dtmega.") for name in sys.modules if name.startswith("dtmega."))
-Path(sys.argv[1], "loaded-" + os.environ.get("RANK", "0")).write_text(json.dumps(loaded))
-process.leave(code)
-"""
 
 
 def rooms_of(module: str) -> set[str]:
@@ -111,42 +115,39 @@ def small_llama(folder: Path) -> None:
     LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
 
 
-def loaded(name: str, folder: Path) -> list[str]:
-    """The modules of dtmega that any rank has loaded when the run ends, without 'dtmega.'."""
+def modules_of(name: str, folder: Path) -> list[str]:
+    """The modules of dtmega that any rank of a run has loaded when the run ends, without 'dtmega.'."""
     n_ranks, options, _ = RUNS[name]
     config = name.split()[0]
     if config == "hf":
         small_llama(folder / "model")
-    prepare_stdlib(load_tokenizer("stdlib-8k"))
-    program = folder / "run.py"
-    program.write_text(RUN)
-    launch = [sys.executable]
-    if n_ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launch += ["--nproc-per-node", str(n_ranks)]
-    command = [*launch, str(program), ".", "--config", f"{config}.toml", *SHORT, *options, "--run.dir", "run"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    modules: set[str] = set()
-    for rank in range(n_ranks):
-        modules |= set(json.loads((folder / f"loaded-{rank}").read_text()))
-    return sorted(modules)
+    default_corpus.prepare(load_tokenizer("stdlib-8k"))
+    return [module_of(file) for file in loaded(["--config", f"{config}.toml", *options], folder, n_ranks)]
+
+
+def module_of(file: Path) -> str:
+    """The name of the module in a file of the package, without 'dtmega.'."""
+    return ".".join(file.with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_loads_the_rooms_that_it_asks_for_and_no_other(name: str, tmp_path: Path):
     opened = RUNS[name][2]
-    modules = loaded(name, tmp_path)
+    modules = modules_of(name, tmp_path)
     unasked = {module: rooms for module in modules if (rooms := rooms_of(module)) and not rooms & opened}
     assert unasked == {}
     assert opened == {room for room in opened if any(room in rooms_of(module) for module in modules)}
 
 
 def test_every_room_is_there():
-    modules = [
-        ".".join(file.relative_to(ROOT / "dtmega").with_suffix("").parts).removesuffix(".__init__")
-        for file in (ROOT / "dtmega").rglob("*.py")
-    ]
+    package = ROOT / "dtmega"
+    modules = [module_of(file.relative_to(package)) for file in package.rglob("*.py")]
     served = {room for module in modules for room in rooms_of(module)}
     assert sorted(ROOMS.keys() - served) == []
+
+
+def test_the_reading_list_is_what_a_run_of_bloom_loads(tmp_path: Path):
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
+    default_corpus.prepare(load_tokenizer("stdlib-8k"))
+    assert sorted(listed) == [str(file) for file in loaded(["--config", "bloom.toml"], tmp_path)]

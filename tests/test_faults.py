@@ -22,7 +22,7 @@ from dtmega import train
 from dtmega.checkpoint.files import Disk
 from dtmega.distributed import exit_codes
 from dtmega.models.bloom import Block
-from dtmega.ops.optim import Spikes
+from dtmega.ops.optim.spikes import Spikes
 from dtmega.training import start
 from dtmega.training.sharded_model import ShardedModel
 from tests.layouts import write_text

@@ -28,6 +28,7 @@ from benchmarks import gpu_layouts
 from dtmega import config, mesh, train
 from dtmega.checkpoint.staging import Stager
 from dtmega.data.loader import TrainBatches
+from dtmega.data.objectives.rows import Rows
 from dtmega.models.experts import Experts
 from dtmega.ops.attention import LARGEST_FUSED_HEAD, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
@@ -190,7 +191,7 @@ def test_experts_and_their_gradients_are_all_experts_results_weighted_with_zeros
 # ---- host and device
 
 
-class NumberedRows:
+class NumberedRows(Rows):
     """Sample g is g in every place."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
@@ -200,8 +201,7 @@ class NumberedRows:
 @on_each_device
 def test_a_loader_that_pins_gives_the_same_batches_in_pages_that_copies_need_not_wait_for(device: str):
     data, batch = config.Data(num_workers=0), config.Batch(micro_batch_size=2, global_batch_size=4)
-    rows: Any = NumberedRows()
-    steps = TrainBatches(rows, data, batch, 0, 1, pin_memory=device == "cuda")
+    steps = TrainBatches(NumberedRows(), data, batch, 0, 1, pin_memory=device == "cuda")
     for number, step in zip(range(3), steps, strict=False):
         tokens = [microbatch["tokens"] for microbatch in step.microbatches]
         assert torch.cat(tokens)[:, 0].tolist() == [*range(4 * number, 4 * number + 4)]

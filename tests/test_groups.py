@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import dtmega.training.parallelize as parallelize_room
 from dtmega import config, families, mesh
 from dtmega.data.objectives.sums import Tally
 from dtmega.mesh import World
 from dtmega.ops import cost, cross_entropy
 from dtmega.ops.shards import local
-from dtmega.training import evaluate, step
+from dtmega.training import evaluate, pipelined, step
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from tests import test_wire
@@ -210,6 +209,6 @@ def test_a_pipeline_gets_the_stages_of_its_rank_and_the_shape_of_what_goes_betwe
 
     pretend(rank)
     cfg = cfg_of(**keys)
-    monkeypatch.setattr(parallelize_room, "Pipeline", pipeline)
+    monkeypatch.setattr(pipelined, "Pipeline", pipeline)
     with pytest.raises(Built):
         parallelize(cfg, world_of(cfg))

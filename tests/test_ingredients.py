@@ -43,7 +43,7 @@ from dtmega.data.sampling import order
 from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.tokenizers import chat
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.interop.hf import resolve
 from tests.data.indexed_files.test_conversations import CHAT

@@ -100,7 +100,7 @@ FULL |= {"dp_shard 2 x tp 2", "HSDP 2 x 2"}  # with pp 2, and for GPT and BERT, 
 FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
 FULL |= {"llama, pp 2, 1F1B"}  # test_lora.py has its stages
 FULL |= {"tp 2", "microbatches of 2"}  # tp 3 is cut as tp 2 is; all others have other microbatches than one process
-FULL |= {"fp16, tp 2", "prefix, pp 2"}  # fp16 over tp is in ops/test_loss_scale.py, documents in stages are BERT's
+FULL |= {"fp16, tp 2", "prefix, pp 2"}  # fp16 over tp is in training/test_loss_scale.py, documents in stages are BERT's
 FULL |= {"sgd, gated, dp_shard 2 x tp 2"}  # plans/ has gates over tp, ops/test_optimizers.py the formula of SGD
 FULL |= {"V 128 padded to 144, tp 4", "recompute full, tp 2"}  # plans/ has both, every gradient
 # Its heads over tp, and its stages, are in pp 2 x tp 2.

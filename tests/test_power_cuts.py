@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from dtmega.__main__ import main
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus
 from dtmega.data.sampling import order
 from dtmega.data.sampling.order import document_order
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic
 from dtmega.training.records.lines import StepLines, keep_until
@@ -205,7 +206,7 @@ def test_the_default_corpus_is_whole_or_made_again(monkeypatch, cache):
     tokenizer = load_tokenizer("bytes")
 
     def prepare() -> str:
-        return IndexedDataset(corpus.prepare_stdlib(tokenizer)).tokens.tobytes().decode("utf-16-le")
+        return IndexedDataset(default_corpus.prepare(tokenizer)).tokens.tobytes().decode("utf-16-le")
 
     for _ in left_of(cache, prepare):
         assert prepare() == "first\u0100second\u0100"

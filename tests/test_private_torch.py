@@ -67,7 +67,7 @@ TORCH = {
         ("fsdp/masters.py",), "run the hooks of a master weight, which backward never visits: it visits the copy"
     ),
     "torch.Tensor._version": Private(
-        ("interop/hf/tp/vocab.py",), "notice that the optimizer changed a weight between forward and use"
+        ("interop/hf/logits.py",), "notice that the optimizer changed a weight between forward and use"
     ),
     "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
     "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),

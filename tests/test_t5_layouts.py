@@ -18,7 +18,6 @@ from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
 from dtmega.ops import optim
-from dtmega.ops.optim import Spikes
 from dtmega.plans import apply_plan, shard_buffers, t5
 from dtmega.training.checks import check
 from dtmega.training.parallelize import parallelize
@@ -126,7 +125,7 @@ def started(cfg: config.Config) -> Any:
     model.draw(seed=0)
     optimizer = optim.build_optimizer(list(model.named_parameters()), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    return SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
+    return SimpleNamespace(**parts, spikes=None, watch=Mock(), phases=Mock(), loss_scale=None)
 
 
 def trained(form: str, keys: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from dtmega import config, mesh, train
 from dtmega.__main__ import main as command
 from dtmega.config import help
-from dtmega.data.indexed_files.record import ChatRecord, text_of
-from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.indexed_files.record import ChatRecord
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
 from dtmega.data.tokenizers.chat import Chat, find_template
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import open_trained

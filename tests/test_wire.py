@@ -25,7 +25,7 @@ from dtmega.ops import cross_entropy
 from dtmega.ops.attention import attention
 from dtmega.ops.attention_rule import attention_rule
 from dtmega.ops.context_parallel import ContextParallel
-from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.optim import build_optimizer
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
@@ -179,12 +179,10 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
                 "phases": Mock(**{"end_step.return_value": StepTimes(1.0, {}, 1.0)}),
                 "health": Health(cfg.train, HEALTHY),
                 "pace": Pace(0, world.device),
-                "digests": Mock(),
-                "log": Mock(),
                 "exit_status": exit_codes.ExitStatus(),
             }
             nobody["checkpoints"].poll.return_value = []
-            run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
+            run = train.Run(cfg, cfg, world, text, model, optimizer, batches, **nobody)
             train.train(run, train.Progress())
         pieces, pipeline, splits = families.pieces(cfg.model), {}, False
         if world.sizes["pp"] > 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from dtmega.data.preparing import corpus
-from dtmega.data.tokenizers.tokenizer import PATTERN, STDLIB_8K
+from dtmega.data.tokenizers.load import PATTERN, STDLIB_8K
 
 VOCAB_SIZE = 8192
 

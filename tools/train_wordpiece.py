@@ -14,7 +14,7 @@ from tokenizers import trainers
 
 from dtmega.data.preparing import corpus
 from dtmega.data.tokenizers import wordpiece
-from dtmega.data.tokenizers.tokenizer import STDLIB_WORDPIECE
+from dtmega.data.tokenizers.wordpiece import STDLIB_WORDPIECE
 
 VOCAB_SIZE = 8192
 

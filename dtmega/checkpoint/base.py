@@ -180,7 +180,7 @@ def open_base(
         model: current [model] section.
         model_then: [model] section in the checkpoint.
         base_path: value of [lora] base_path; '' if the base has not moved.
-        weights_of: method `weights` of the model family.
+        weights_of: function `weights` of `interop/stored.py`.
 
     Returns:
         Tuple (path of the base, weights of the base).

@@ -22,8 +22,10 @@ from fsspec.core import url_to_fs
 from dtmega.checkpoint.manifest import NAME, Damaged
 from dtmega.checkpoint.objects import Objects
 from dtmega.files import atomic
-from dtmega.files.object_requests import at_start, check_usable, is_object_store
+from dtmega.files.object_requests import check_usable
+from dtmega.files.outages import at_start
 from dtmega.files.regular import open_regular
+from dtmega.files.urls import is_object_store
 
 
 def open_root(root: str) -> Place:

@@ -25,7 +25,7 @@ from dtmega.distributed.agreement import Refused
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.process import Claim
 from dtmega.files import console
-from dtmega.files.object_requests import at_start
+from dtmega.files.outages import at_start
 
 
 class CandidatePaths(NamedTuple):

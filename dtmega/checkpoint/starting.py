@@ -26,7 +26,7 @@ def weights_beside(
     Args:
         cfg: configuration of the run.
         candidates: checkpoints to resume from, newest first; empty for a new run.
-        weights_of: method `weights` of the model family.
+        weights_of: function `weights` of `interop/stored.py`.
 
     Raises:
         ValueError: a run with frozen weights has no weights to start from, or its base is missing.

@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dtmega import __version__
 from dtmega.checkpoint.base import Base
-from dtmega.ops.fixed_point import ExactState
-from dtmega.ops.loss_scale import ScaleState
 
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 
@@ -55,6 +53,33 @@ class HealthState(NamedTuple):
     best_step: Count = 0
     stopped: str = ""
     unvalidated: Count = 0
+
+
+class ScaleState(NamedTuple):
+    """The state of float16's loss scale (`training/loss_scale.py`).
+
+    Attributes:
+        scale: factor of the loss.
+        growth: number of steps since the last overflow or the last doubling of the scale.
+        hysteresis: number of overflows left until the scale is halved, including the overflow that halves it. At 0,
+            every overflow halves the scale, until a doubling restores the initial number.
+    """
+
+    scale: Annotated[float, Field(gt=0)]
+    growth: Annotated[int, Field(ge=0)]
+    hysteresis: Annotated[int, Field(ge=0)]
+
+
+class ExactState(NamedTuple):
+    """What a run with [run] exact goes on with (`training/exact`).
+
+    Attributes:
+        maxima: tensor name -> largest magnitude in any microbatch's gradient, in the last step that was not skipped.
+        fixed: setting name -> value at the run's start, which must not change when the run resumes.
+    """
+
+    maxima: dict[str, Annotated[float, Field(gt=0)]]
+    fixed: dict[str, Any]
 
 
 START = Progress()

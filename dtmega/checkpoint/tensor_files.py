@@ -37,7 +37,8 @@ from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest, StoredChunk
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.files.object_requests import PART_BYTES, Unreachable
+from dtmega.files.object_requests import PART_BYTES
+from dtmega.files.outages import Unreachable
 
 T = TypeVar("T")
 

@@ -116,7 +116,7 @@ def whole_weights(
     Args:
         checkpoint: checkpoint to read.
         model: [model] section, with the current path of the model's directory.
-        weights_of: method `weights` of the model family, which opens the base.
+        weights_of: function `weights` of `interop/stored.py`, which opens the base.
         base_path: current path of the base; '' if the base has not moved.
 
     Raises:
@@ -141,7 +141,7 @@ def open_checkpoint_weights(
 
     Args:
         model: [model] section of the run.
-        weights_of: method `weights` of the model family, which opens the base of a checkpoint with frozen weights.
+        weights_of: function `weights` of `interop/stored.py`, which opens the base of a checkpoint with frozen weights.
         digest: digest of the directory from which the model is read; '' if there is no such directory.
 
     Raises:

@@ -11,7 +11,8 @@ file finds and reads the TOML file and combines the sections.
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
     schema.py       declarations of keys
-    reading.py      conversion of TOML and options into sections, with errors in plain words
+    reading.py      conversion of TOML and options into sections
+    refusals.py     errors in plain words; opened if there is one
     mixtures.py     the notation for mixtures in [data]; opened if there are some
     help.py         the list of keys; opened by `--help`
     suggestions.py  suggestions for unknown keys, from the table in synonyms.toml; opened if a key is unknown
@@ -55,7 +56,7 @@ from dtmega.config.model_keys import DropoutModel as DropoutModel
 from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
 from dtmega.config.reading import ConfigError, Override, Suggester
-from dtmega.config.schema import Section, SectionClasses
+from dtmega.config.schema import SHOWN, Section, SectionClasses
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
@@ -290,12 +291,12 @@ def find_file(name: str) -> Path:
             if path.is_file():
                 return path
         except OSError as error:  # the name is too long, or a folder is not readable
-            raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
+            raise ConfigError(f"--config {name:.{SHOWN}}: {error.strerror}") from None
     known = sorted(path.name for path in CONFIGS_DIR.glob("*.toml"))
     stems = rooms.suggestions().closest(Path(name).stem.lower(), [Path(file).stem for file in known], 3)
     nearest = " or ".join(f"{stem}.toml" for stem in stems)
     hint = f"; did you mean {nearest}?" if nearest else f" (there: {', '.join(known)})"
-    raise ConfigError(f"--config {name:.{reading.SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
+    raise ConfigError(f"--config {name:.{SHOWN}}: no such file, and none of that name in {CONFIGS_DIR}{hint}")
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
@@ -336,5 +337,5 @@ def help_text(section: str = "") -> str:
     """
     known = list(Config.model_fields)
     if section and section not in known:
-        raise ConfigError(f"--help {section:.{reading.SHOWN}}: expected a section, one of {', '.join(known)}")
+        raise ConfigError(f"--help {section:.{SHOWN}}: expected a section, one of {', '.join(known)}")
     return rooms.config_help().text(Config, section)

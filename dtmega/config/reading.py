@@ -1,25 +1,24 @@
-"""Convert TOML and `--section.key value` options into typed, frozen sections; report errors in plain words.
+"""Convert TOML and `--section.key value` options into typed, frozen sections.
 
-This file does not depend on dtmega's keys, and `suggestions.py` guesses which key the user meant by an unknown key.
-Reading is strict: a string is never read as a number. Each error names the source of the value: the file or the option.
+This file does not depend on dtmega's keys. Reading is strict: a string is never read as a number. Each error names the
+source of the value, the file or the option. `refusals.py` has the words of the errors, and `suggestions.py` guesses
+which key the user meant by an unknown key.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dtmega.config.schema import Excluded, Section, SectionClasses, choices_of, condition
+from dtmega import rooms
+from dtmega.config.schema import SHOWN, Excluded, Section, SectionClasses, condition
 from dtmega.files import urls
 from dtmega.files.untrusted_json import parse_toml
 
-SHOWN = 200  # a message shows at most this many characters of a wrong value
 LARGEST = 2**53  # no size or length comes near; larger integers overflow in torch, and a browser rounds them
 REFUSALS = 50  # maximum number of errors reported for a file; another program's file may have thousands of errors
 
@@ -120,24 +119,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}{_hint(text, str(error))}") from None
-
-
-def _hint(text: str, error: str) -> str:
-    """A hint to append to the message about invalid TOML; '' if the mistake is not a common one."""
-    if re.search(r"=\s*(True|False)\b", text):
-        return "; TOML writes true and false in small letters"
-    line_number = re.search(r"at line (\d+)", error)
-    line = text.split("\n")[int(line_number[1]) - 1] if line_number else ""
-    assignment = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^#]*?)\s*(#.*)?", line[:SHOWN])
-    if assignment is None:
-        return ""
-    name, value, _ = assignment.groups()
-    if re.match(r"[A-Za-z_./~]", value):
-        return f"; a string stands in quotes: {name} = {json.dumps(value, ensure_ascii=False)}"
-    if re.fullmatch(r"\[[^\[\]]*\]", value):
-        return f"; strings of a list stand in quotes: {name} = {as_list(value)}"
-    return ""
+        raise ConfigError(f"{path} is not TOML: {error}{rooms.refusals().hint(text, str(error))}") from None
 
 
 class ChosenClass(NamedTuple):
@@ -211,10 +193,17 @@ def validate(
         except ValidationError as error:
             removed = _remove_excluded(merged, error, overrides, source)
             if not removed:
-                lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
+                declared = {section: chosen_class.fields for section, chosen_class in chosen.items()}
+                explain, options = rooms.refusals().explain, _options(overrides)
+                lines = [explain(e, declared, source, options) for e in error.errors()]
                 # pydantic reports one error per type of a union
                 raise ConfigError("\n".join(dict.fromkeys(lines))) from None
             replacements += removed
+
+
+def _options(overrides: Sequence[Override]) -> dict[str, str]:
+    """The options on the command line, as `--section.key` -> text; the last one wins."""
+    return {override.option: override.text for override in overrides}
 
 
 def _unusable_values(
@@ -224,10 +213,10 @@ def _unusable_values(
     for section, table in merged.items():
         for k, value in table.items():
             if urls.holds_credentials(repr(value)):
-                where = _where(section, k, source, overrides)
+                where = rooms.refusals().where(section, k, source, _options(overrides))
                 yield f"{where}: expected no URL with credentials, which belong in the environment"
             if type(value) is int and abs(value) > LARGEST:
-                where = _where(section, k, source, overrides)
+                where = rooms.refusals().where(section, k, source, _options(overrides))
                 yield f"{where}: expected an integer of at most {LARGEST}, got {value!r:.{SHOWN}}"
 
 
@@ -337,61 +326,3 @@ def _unknown(chosen: Chosen, section: str, k: str, source: str, suggestions: Sug
         )
     suggestion = suggestions().of_key(section, k, families, option)
     return f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{suggestion}"
-
-
-def as_list(text: str) -> str:
-    """The TOML list that the user meant by writing `a,b` or `[a, b]`."""
-    items = [item.strip().strip("\"'") for item in text.strip().strip("[]").split(",")]
-    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+([eE][+-]?\d+)?", item) for item in items)
-    if not are_numbers:
-        items = [json.dumps(item, ensure_ascii=False) for item in items]
-    return f"[{', '.join(items)}]"
-
-
-def _where(section: str, k: str, source: str, overrides: Sequence[Override]) -> str:
-    """The source of a key's value, for messages: the option, or the file with the key."""
-    option = f"--{section}.{k}"
-    return option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
-
-
-def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
-    """Turn a pydantic error into a line that begins with the source of the value: the file or the option."""
-    location = [str(part) for part in error["loc"]]
-    section = location[0] if location else ""
-    k = location[1] if len(location) > 1 else ""
-    if error["type"] == "value_error" and not k:  # a validator of a section or of the whole configuration
-        return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
-    option = f"--{section}.{k}"
-    where = _where(section, k, source, overrides)
-    if error["type"] == "value_error":
-        return f"{where}: {error['ctx']['error']}"
-    field = chosen[section].fields[k]
-    choices = choices_of(field)
-    several = "a list of " if get_origin(field.annotation) is list else ""
-    expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]
-    lowered = str(error["input"]).lower()
-    is_flag = bool in (field.annotation, *get_args(field.annotation))
-    hint = f"; write {lowered}" if is_flag and lowered in ("true", "false") else ""
-    if error["type"] == "list_type":
-        expected = "expected a list"
-        if isinstance(error["input"], str):
-            listed = as_list(error["input"])
-            hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
-        hint += f" ({field.description})"
-    return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"
-
-
-def _explain_contradiction(message: str, section: str, source: str, overrides: Sequence[Override]) -> str:
-    """Prefix a validator's message with the file name, and with the options whose keys occur in the message.
-
-    Args:
-        message: the validator's message.
-        section: section that the validator checks; '' if the validator compares several sections.
-        source: name of the file.
-        overrides: all options on the command line.
-    """
-    options = []
-    for o in overrides:
-        if section in ("", o.section) and re.search(rf"\b{re.escape(o.key)}\b", message):
-            options.append(f"{o.option} {o.text:.{SHOWN}}")
-    return f"{source}{' with ' if options else ''}{' '.join(options)}: {message}"

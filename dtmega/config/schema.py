@@ -19,6 +19,7 @@ from dtmega.files import urls
 
 LocalPath = Annotated[str, AfterValidator(partial(urls.check, local=True))]
 PathOrUrl = Annotated[str, AfterValidator(urls.check)]
+SHOWN = 200  # a message shows at most this many characters of a wrong value
 
 
 def key(default: Any, line: str, **bounds: Any) -> Any:
@@ -97,7 +98,7 @@ class SectionClasses:
         """
         if not isinstance(value, str) or value not in self.classes:
             others = f"; {self.others}" if self.others else ""
-            raise ValueError(f"expected {' or '.join(self.classes)}, got {value!r:.200}{others}")
+            raise ValueError(f"expected {' or '.join(self.classes)}, got {value!r:.{SHOWN}}{others}")
         return self.classes[value]
 
     def declarations(self, k: str) -> dict[str, FieldInfo]:

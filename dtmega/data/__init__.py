@@ -7,7 +7,9 @@
     megatron/         samples in the order of a Megatron run
     objectives/       training objectives: samples, tensors, and the sums that make up the loss
     text.py           opens and checks a run's tokenizer and corpora
-    loader.py         a run's batches
+    default_corpus.py the files of the default corpus
+    loader.py         a run's batches; workers.py makes them in other processes
+    lost.py           the error of tokens that can no longer be read
 
 This file defines only the cache directory, which holds files that can be rebuilt.
 """

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from dtmega import rooms
 from dtmega.config import Config, Data
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files import record
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.stored import StoredPair
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.loader import bears_loss
-from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
 from dtmega.data.objectives.keys import check_keys
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.rows import Rows
-from dtmega.data.objectives.stored_rows import StoredRows
-from dtmega.data.preparing.corpus import prepare_stdlib
 from dtmega.data.sampling.blend import (
     BY_DOCUMENT,
     CorpusPart,
     SplitRule,
-    Splits,
     build_samples,
     parts_of,
     parts_of_mixture,
 )
-from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import AnySamples
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.console import counted
 from dtmega.files.regular import open_regular
+
+if TYPE_CHECKING:
+    from dtmega.data.indexed_files.stored import StoredPair
 
 BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerprint` reads from a file
 
@@ -85,13 +85,15 @@ class Text(NamedTuple):
     def samples_in(self, n_epochs: int) -> int:
         """Number of whole samples in the first `n_epochs` epochs of the training data."""
         samples = self.samples("train")
-        return samples.first_row(n_epochs) if isinstance(samples, Packs) else int(n_epochs * samples.n_samples)
+        if self.objective.conversations and isinstance(samples, rooms.conversations().Packs):
+            return samples.first_row(n_epochs)
+        return int(n_epochs * samples.n_samples)
 
     def rows(self, split: str) -> Rows:
         """Make the mapping from samples of a split to batch tensors (`Rows`); the split must not be empty."""
         samples = self.samples(split)
         rows = self.objective.rows(samples, self.data, self.tokenizer)
-        return StoredRows(rows, samples) if self.is_stored else rows
+        return rooms.stored_rows().StoredRows(rows, samples) if self.is_stored else rows
 
 
 def open_text(cfg: Config, objective: Objective) -> Text:
@@ -107,54 +109,32 @@ def open_text(cfg: Config, objective: Objective) -> Text:
             positive weight is too short for a sample or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
-    check_order(cfg, objective)
+    megatron = rooms.megatron_order() if cfg.data.order != "auto" else None
+    if megatron is not None:
+        megatron.check(cfg, objective)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     objective.check(tokenizer, cfg.data)
     check_vocabulary(cfg, objective, tokenizer)
     corpora = Corpora(cfg, objective, tokenizer)
-    in_megatrons_order = cfg.data.order != "auto"
-    if in_megatrons_order:
-        parts = parts_by_split(cfg.data, corpora, FORKS[cfg.data.order].rule)
-        splits = ordered(cfg, parts)
-    else:
+    if megatron is None:
         parts = parts_by_split(cfg.data, corpora, BY_DOCUMENT)
         splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
+    else:
+        parts = parts_by_split(cfg.data, corpora, megatron.FORKS[cfg.data.order].rule)
+        splits = megatron.ordered(cfg, parts)
     notes = [*splits.notes]
     if corpora.without_record:
         notes.insert(0, record.unrecorded(corpora.without_record, tokenizer))
-    digests = identity(cfg, objective, tokenizer, [part.dataset for part in parts["train"]])
-    if in_megatrons_order:
-        digests |= order_identity(cfg, splits)
+    trained = [part.dataset for part in parts["train"]]
+    digests = identity(cfg, objective, tokenizer, trained)
+    if megatron is not None:
+        digests |= megatron.identity(cfg, splits)
     if objective.conversations:
-        record.check_same_chat(corpora.opened)
-        ends = {i for part in parts["train"] for i in record.chat_of(part.dataset).end_ids}
-        digests[record.END_IDS] = sorted(ends)
+        digests |= rooms.conversations().identity(corpora.opened, trained)
     is_stored = any(dataset.stored is not None for dataset in corpora.opened)
     text = Text(objective, cfg.data, tokenizer, splits.samples, digests, notes, is_stored)
     check_losses(text, cfg)
     return text
-
-
-def check_order(cfg: Config, objective: Objective) -> None:
-    """Check that the run can follow the sample order that [data] order names.
-
-    Raises:
-        ValueError: the objective cannot follow the order, or the run's length is given in epochs, although the order
-            depends on the number of samples.
-    """
-    order = cfg.data.order
-    if order == "auto":
-        return
-    if objective.not_in_megatrons_order:
-        raise ValueError(
-            f"[data] order = '{order}' is only for models that are trained on next tokens, not on "
-            f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
-        )
-    if cfg.train.epochs:
-        raise ValueError(
-            f"[data] order = '{order}' depends on the number of samples, not of epochs: expected epochs=0, got "
-            f"{cfg.train.epochs} ([train] samples, [train] epochs)"
-        )
 
 
 def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
@@ -228,10 +208,8 @@ class Corpora:
     def _default_prefix(self) -> str:
         """Prepare the default corpus in the form that the objective reads; return its prefix."""
         if self._objective.conversations:
-            from dtmega.data.preparing.conversations import prepare_shipped
-
-            return prepare_shipped(self._tokenizer)
-        return prepare_stdlib(self._tokenizer, in_sentences=self._objective.sentences)
+            return rooms.shipped_conversations().prepare_shipped(self._tokenizer)
+        return default_corpus.prepare(self._tokenizer, in_sentences=self._objective.sentences)
 
     def _check(self, dataset: IndexedDataset, is_default: bool) -> bool:
         """Check a corpus against the configuration. Returns False if its tokenizer is unknown.
@@ -302,17 +280,6 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, datasets: 
         **shares,
         "[run] seed": cfg.run.seed,
         "order": objective.order,
-    }
-
-
-def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The additional entries of `Text.identity` for a run that reads its samples in one of Megatron's orders."""
-    train = splits.samples["train"]
-    assert train is not None
-    return {
-        "[data] order": cfg.data.order,
-        "[data] order_samples": wanted_samples(cfg)["train"],
-        "digest of the order": digest_of_order(train),
     }
 
 

@@ -48,7 +48,7 @@ def register(record: Family) -> None:
     Raises:
         ValueError: `keys` has no name, or the name of another family.
     """
-    config.register_family(record.keys)  # pyright: ignore[reportAttributeAccessIssue]
+    config.register_family(record.keys)
     _registered[record.keys.model_fields["name"].default] = record
 
 

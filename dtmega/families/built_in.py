@@ -59,6 +59,9 @@ class BuiltIn:
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
         return model
 
+    def has_weights(self, model: config.Model) -> bool:
+        return bool(model.init_from)
+
     def notes(self, model: config.Model) -> list[str]:
         if not model.init_from:
             return []

@@ -82,6 +82,10 @@ class Family(Protocol):
         """
         ...
 
+    def has_weights(self, model: config.Model) -> bool:
+        """Whether a new run starts with weights from elsewhere (`interop/stored.py`), not with values from the seed."""
+        ...
+
     def notes(self, model: config.Model) -> list[str]:
         """Notes for the user, printed when a run starts."""
         ...

@@ -15,17 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Any
 
-from dtmega.files.object_requests import (
-    PARALLEL,
-    PART_BYTES,
-    Unreachable,
-    at_start,
-    check_usable,
-    kind_of,
-    open_store,
-    reason,
-    reported,
-)
+from dtmega.files.object_requests import PARALLEL, PART_BYTES, check_usable, kind_of, open_store, reason, reported
+from dtmega.files.outages import Unreachable, at_start
 
 GAP_BYTES = 2**16  # one request reads two ranges if the gap between them is at most this large
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from dtmega.files import optional_imports, urls
+from dtmega.files.outages import Denied, Unreachable
 
 CONNECT_S = 10
 REQUEST_S = 30  # time limit for one response, including its body
@@ -19,28 +20,6 @@ PAUSE_S = 0.2  # pause before the first retry; doubled for each further retry
 PUBLISH_TRIES = 3
 PARALLEL = 8  # number of concurrent requests
 PART_BYTES = 8 * 2**20  # size of an upload's parts (at most 10,000 parts, 80 GiB), and largest range of one request
-
-
-class Unreachable(OSError):
-    """Raised if a request to an object store still fails, or gets no answer, after several tries."""
-
-    exit_code = 76  # `STUCK` of `distributed/exit_codes.py`: run the command again
-
-
-class Denied(Unreachable):
-    """Raised if the store answers that the request is not allowed or not understood."""
-
-    exit_code = 2  # `REFUSED`: correct what the message names
-
-
-def at_start(error: Exception, message: str) -> OSError | ValueError:
-    """The error to raise if a run or command cannot start: an outage stays an `Unreachable`, with another message."""
-    return type(error)(message) if isinstance(error, Unreachable) else ValueError(message)
-
-
-def is_object_store(url: str) -> bool:
-    """True if the URL's scheme belongs to an object store that obstore supports."""
-    return url.partition("://")[0] in urls.OBJECT_STORES and "://" in url
 
 
 def check_usable(url: str, key: str) -> None:
@@ -57,7 +36,7 @@ def check_usable(url: str, key: str) -> None:
         urls.check(url)
     except ValueError as error:
         raise ValueError(f"{error} ({key})") from None
-    if is_object_store(url):
+    if urls.is_object_store(url):
         optional_imports.check("obstore", "s3", f"{url} ({key})")
 
 

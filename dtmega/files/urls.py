@@ -45,6 +45,12 @@ def check(path: str, *, local: bool = False) -> str:
     return path
 
 
+def is_object_store(url: str) -> bool:
+    """True if the URL's scheme belongs to an object store that obstore supports."""
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme in OBJECT_STORES
+
+
 def holds_credentials(text: str) -> bool:
     """True if a URL in the text has a user or a password before an @."""
     return any(_is_secret(found) for found in USER.finditer(text))

@@ -9,6 +9,7 @@ and the bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from torch import Tensor
 from dtmega.ops import keyed
 from dtmega.ops.fixed_point import PIECE
 from dtmega.ops.shards import boxes
+
+
+class StepDigests(NamedTuple):
+    """The digests of a step, equal on all ranks and all data layouts.
+
+    Attributes:
+        update: digest of all weights after the step.
+        microbatches: digests of each microbatch's rounded gradients, in the order of the global batch.
+    """
+
+    update: int
+    microbatches: tuple[int, ...]
 
 
 class Digest:

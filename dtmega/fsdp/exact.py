@@ -28,11 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from dtmega.fsdp.digests import Digest, first_keys
+from dtmega.checkpoint.state import ExactState
+from dtmega.fsdp import digests
+from dtmega.fsdp.digests import Digest, StepDigests
 from dtmega.fsdp.sends import ReducesAndScatters
 from dtmega.fsdp.slots import Place, Slot
-from dtmega.ops import host
-from dtmega.ops.fixed_point import ExactState, Grid, largest_of
+from dtmega.mesh import World
+from dtmega.ops import fixed_point, host
+from dtmega.ops.fixed_point import Grid
 from dtmega.ops.shards import local
 
 
@@ -171,6 +174,10 @@ class ExactSums:
         digests: index of each of this rank's microbatches in this step -> digest of the rounded gradients.
     """
 
+    # What makes sums of losses exact: a function of each term, and a function of the totals over all ranks.
+    rounded = staticmethod(fixed_point.scalar)
+    exact_or_infinite = staticmethod(fixed_point.exact_or_infinite)
+
     def __init__(
         self, sizes: Mapping[str, int], n_parts: int, groups: Groups, device: torch.device, share: str = ""
     ) -> None:
@@ -186,7 +193,7 @@ class ExactSums:
         self._scale = 1.0
         self._largest = torch.zeros(len(sizes), dtype=torch.float64, device=device)
         self._found: list[float] = []
-        self._keys = first_keys(device)
+        self._keys = digests.first_keys(device)
 
     def begin(self, n_microbatches: int, scale: float) -> None:
         """Choose the grid for each parameter's gradients in a step.
@@ -217,7 +224,7 @@ class ExactSums:
                 integers = torch.zeros(slot.whole_shape, dtype=torch.int64, device=self._device)
             i = self._index[slot.name]
             for gradient in slot.take():
-                self._largest[i] = torch.maximum(self._largest[i], largest_of(gradient))
+                self._largest[i] = torch.maximum(self._largest[i], fixed_point.largest_of(gradient))
                 seen = functools.partial(digest.add, f"{slot.name}, {self._share}")
                 self.grids[slot.name].add(integers, gradient, self._scale, seen)
             sums.append(integers)
@@ -316,6 +323,44 @@ class ExactSums:
             largest = self._found[self._index[name]]
             if largest > 0:
                 self.state.maxima[name] = largest
+
+    def squared_norm(self, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
+        """The square of the gradient's norm; infinity if the step failed and therefore has no gradient.
+
+        Args:
+            counted: parameter name -> this rank's shard of the parameter. Each element is on only one rank of the
+                group.
+            group: process group of the ranks that together hold the model once.
+        """
+        if not self.succeeded:
+            return math.inf
+        parts = {name: local(p.grad) for name, p in counted.items() if p.grad is not None}
+        return fixed_point.squared_norm(parts, self.sizes, group)
+
+    def weights_norm(self, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
+        """The norm of all weights. The arguments are the same as for `squared_norm`."""
+        parts = {name: local(parameter.detach()) for name, parameter in counted.items()}
+        return math.sqrt(fixed_point.squared_norm(parts, self.sizes, group))
+
+    def digests_of_step(self, counted: Mapping[str, Tensor], world: World, n_microbatches: int) -> StepDigests:
+        """Add up the digests of all ranks after a step, with one all-reduce.
+
+        Args:
+            counted: parameter name -> this rank's shard of the parameter, as for `squared_norm`.
+            world: processes and mesh of the run.
+            n_microbatches: number of this rank's microbatches.
+        """
+        found = torch.zeros(1 + n_microbatches * world.data_size, dtype=torch.int64, device=world.device)
+        # The dp_replicate ranks hold copies of the weights. Only the first copy is hashed.
+        first_copy = world.coordinate("dp_replicate") == 0
+        if first_copy and not host.must_skip("digests of the weights are computed in a run, not here ([run] exact)"):
+            found[0] = digests.of_weights(counted, world.device)
+        first = 1 + world.data_rank * n_microbatches
+        for number, digest in self.digests.items():
+            found[first + number] = digest.total
+        dist.all_reduce(found)
+        update, *microbatches = host.read(found).tolist()
+        return StepDigests(update, tuple(microbatches))
 
 
 def _sum_of(slot: Slot) -> Tensor:

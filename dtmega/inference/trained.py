@@ -24,7 +24,8 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.sources import Source, check_stored
 from dtmega.checkpoint.weights import Merged, load_weights, whole_weights
 from dtmega.data.indexed_files.record import END_IDS
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.distributed.agreement import Startup
 from dtmega.models.show import CONTINUATION, Show
 from dtmega.pipelining.relay import Relay

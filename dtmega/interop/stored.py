@@ -49,8 +49,8 @@ class Stored(Protocol):
         """
         ...
 
-    def weights(self, model: config.Model) -> Source | None:
-        """The weights in the directory that [model] init_from or path names, under dtmega's names; None if it has none.
+    def weights(self, model: config.Model) -> Source:
+        """The weights in the directory of transformers that [model] init_from or path names, under dtmega's names.
 
         Raises:
             ValueError: the directory has no usable weights or has the weights of a different model.
@@ -188,6 +188,8 @@ def weights(model: config.Model) -> Source | None:
         Damaged: [model] init_from names a checkpoint that is not intact.
     """
     family = families.of(model)
+    if not family.has_weights(model):
+        return None
     if model.init_from and not is_hf_folder(model.init_from):
         return open_checkpoint_weights(model, weights, family.digest(model))
-    return of(model).weights(model) if model.init_from or family.directory else None
+    return of(model).weights(model)

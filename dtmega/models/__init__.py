@@ -1,1 +1,1 @@
-"""One file per model, written as if for a single device. `families/` has a record for each model."""
+"""One file per model, written as if for a single device. The records in `dtmega/families/` name them."""

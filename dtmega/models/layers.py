@@ -16,6 +16,7 @@ from dtmega.ops import keyed
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import AttentionRule
 from dtmega.ops.cross_entropy import linear_cross_entropy
+from dtmega.ops.softmax import Passes
 
 Gelu = Literal["erf", "tanh"]
 
@@ -208,13 +209,13 @@ class LMHead(nn.Module):
     Attributes:
         loss_name: name of the head's loss among the sums that the model returns.
         expected: gradient that backward will pass to this loss, set by `Model.expect`.
-        compiled: whether the loss runs in compiled kernels; set by `Model.compile_losses`.
+        passes: class that computes the loss's softmax; `Model.compile_losses` exchanges it.
     """
 
     bias: nn.Parameter | None
     loss_name = "lm"
     expected = 1.0
-    compiled = False
+    passes = Passes
 
     def __init__(self, cfg: config.NativeModel, bias: bool = False) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ class LMHead(nn.Module):
             "n_valid": self.vocab_size,
             "label_weights": weights,
             "expected": self.expected,
-            "compiled": self.compiled,
+            "passes": self.passes,
             **terms,
         }
 

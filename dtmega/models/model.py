@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dtmega import rooms
+
 if TYPE_CHECKING:
     from dtmega.ops.context_parallel import ContextParallel
 
@@ -204,8 +206,8 @@ class Model(nn.Module):
     def compile_losses(self) -> None:
         """Make all heads that compute token losses use compiled kernels. Call this method if blocks are compiled."""
         for module in self.modules():
-            if isinstance(getattr(module, "compiled", None), bool):
-                module.compiled = True  # pyright: ignore[reportArgumentType]
+            if hasattr(module, "passes"):
+                module.passes = rooms.compiled_softmax().CompiledPasses  # pyright: ignore[reportArgumentType]
 
     def move_buffers(self, device: torch.device) -> None:
         """Move the buffers to the compute device, to which FSDP with CPU offload moves only parameters."""

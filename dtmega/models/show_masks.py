@@ -7,8 +7,7 @@ import sys
 
 import torch
 
-from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.data.tokenizers.wordpiece import MASK
+from dtmega.data.tokenizers.tokenizer import MASK, Tokenizer
 from dtmega.files.console import counted
 from dtmega.models.generate import PADDING, Settle, settle_alone
 from dtmega.models.model import Model

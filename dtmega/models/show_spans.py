@@ -44,7 +44,7 @@ def answered(
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training, the encoder's text ends with the end token, unless spans are separate (`data/objectives/rows.py`).
+    # In training, the encoder's text ends with the end token, unless spans are separate (`span_objectives.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)

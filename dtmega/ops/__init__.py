@@ -1,10 +1,11 @@
 """Tensor operations for models, plans and the training loop, and functions that compute a model's cost.
 
 - `keyed.py`: random numbers without a generator
-- `attention.py`, `attention_rule.py`, `key_value_cache.py`: attention
-- `cross_entropy.py`, `softmax.py`, `head_gradient.py`: cross-entropy over a vocabulary that may be sharded
+- `attention.py`, `attention_rule.py`, `key_value_cache.py`, `context_parallel.py`: attention
+- `expert_parallel.py`: experts on several ranks
+- `cross_entropy.py`, `head_gradient.py`, `softmax.py`, `compiled_softmax.py`: cross-entropy over a vocabulary
 - `shards.py`: the part of a tensor that a rank holds
-- `optim/`, `loss_scale.py`: optimizers, and the loss scale of float16
+- `optim/`: optimizers
 - `cost.py`: parameter and FLOP counts
 - `ranges.py`: named ranges in profiles
 - `cpu/`: kernels that only CPUs need

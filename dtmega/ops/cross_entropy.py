@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from dtmega.ops import host
 from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.head_gradient import WeightGradient
-from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
+from dtmega.ops.softmax import Passes, slices, wide
 
 IGNORED = -100
 # Number of tokens in a chunk; only one chunk's logits exist at a time. Each chunk adds a product to dW [V, D]; with
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     group: dist.ProcessGroup | None = None,
     expected: float = 1.0,
-    compiled: bool = False,
+    passes: type[Passes] = Passes,
 ) -> Tensor:
     """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
@@ -90,8 +90,7 @@ def linear_cross_entropy(
         expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
             multiplied by this factor in fp32, before they are rounded. If backward passes a different number, the
             gradients are rescaled and rounded once more.
-        compiled: whether to compute the softmax with two Inductor kernels, which are compiled once for all sizes.
-            On a GPU these kernels never store the softmax in fp32.
+        passes: class that computes the softmax: `Passes`, or Inductor's kernels (`compiled_softmax.CompiledPasses`).
 
     Returns:
         The loss as an fp32 scalar, equal on all ranks. The gradients of weight and bias are final. The gradient of h
@@ -113,7 +112,7 @@ def linear_cross_entropy(
             dlogits = logits if gradients.are_needed else None
             weights = None if label_weights is None else label_weights[rows]
             loss += token_losses(
-                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights, compiled
+                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights, passes
             ).sum()
             if dlogits is not None:
                 if tanh is not None:
@@ -204,7 +203,7 @@ def token_losses(
     gradient: Tensor | None,
     expected: float = 1.0,
     weights: Tensor | None = None,
-    compiled: bool = False,
+    passes: type[Passes] = Passes,
 ) -> Tensor:
     """The tokens' losses [N] in fp32, from logits [N, V_local].
 
@@ -212,7 +211,7 @@ def token_losses(
 
     Args:
         logits: this rank's columns of the logits, [N, V_local].
-        labels, label_smoothing, z_loss, compiled: arguments of `linear_cross_entropy`.
+        labels, label_smoothing, z_loss, passes: arguments of `linear_cross_entropy`.
         columns: this rank's columns as a range of all ranks' columns.
         gradient: memory for the derivative of each loss with respect to the token's logits, [N, V_local]; may be the
             same tensor as `logits`; None for no derivatives. Padding columns are never read and get the gradient 0.
@@ -246,21 +245,21 @@ def token_losses(
 
     # Without a group, the derivatives of a few rows are computed right after their softmax, while the rows are still in
     # the cache. With a group, the derivatives have to wait for the other ranks' maxima and sums.
-    passes = (CompiledPasses if compiled else Passes)(logits)
-    for rows in host.each(passes.rows):
+    over_logits = passes(logits)
+    for rows in host.each(over_logits.rows):
         peak, total = local_peak[rows], local_total[rows]
-        passes.peak_and_total(logits[rows], peak, total)
+        over_logits.peak_and_total(logits[rows], peak, total)
         if gradient is not None and group is None:
             slope = _slope(peak, total, factor[rows], z_loss)
-            passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
+            over_logits.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
     sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 tensors [ranks, N, 1]
     # Each rank has summed exp(x - its own peak). Rescale each sum to the peak over all ranks, then add the sums.
     peak = sums[0].amax(dim=0)
     total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)
     slope = _slope(peak, total, factor, z_loss)
     if gradient is not None and group is not None:
-        for rows in host.each(passes.rows):
-            passes.derivatives(
+        for rows in host.each(over_logits.rows):
+            over_logits.derivatives(
                 logits[rows], gradient[rows], peak[rows], slope[rows], _rows(smooth, rows), reuse_scratch=False
             )
     if gradient is not None:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor
 
 from dtmega.ops import host
@@ -78,18 +77,6 @@ class Grid(NamedTuple):
         unit = math.ldexp(1.0, self.exponent)
         for floats, piece in zip(_pieces(out), _pieces(total), strict=True):
             floats.copy_(piece.double().mul_(unit))
-
-
-class ExactState(NamedTuple):
-    """The part of a checkpoint that a run with [run] exact needs.
-
-    Attributes:
-        maxima: tensor name -> largest magnitude in any microbatch's gradient, in the last step that was not skipped.
-        fixed: setting name -> value at the run's start, which must not change when the run resumes (`training/exact`).
-    """
-
-    maxima: dict[str, Annotated[float, Field(gt=0)]]
-    fixed: dict[str, Any]
 
 
 def scalar(term: Tensor) -> Tensor:

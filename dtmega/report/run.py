@@ -13,8 +13,8 @@ from dtmega.checkpoint import manifest, resume
 from dtmega.config.reading import read_toml
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.exit_codes import MAX_STEP, ExitRecord
-from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import read_object
+from dtmega.files.urls import is_object_store
 from dtmega.report import profiles, record, scores
 from dtmega.report.loads import columns
 from dtmega.report.loads.columns import LoadColumns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtmega.data.indexed_files.stored import DataLost
+from dtmega.data.lost import DataLost
 from dtmega.distributed import exit_codes
 from dtmega.files import console
 from dtmega.training import out_of_memory
@@ -43,7 +43,8 @@ def _end_without_memory(run: Run, error: BaseException) -> int:
     """
     where = f"in step {run.exit_status.step + 1}, in {run.phases.name}"
     reason = out_of_memory.explain(error, run.cfg, where, run.metrics.peak_memory)
-    if snapshot := run.phases.dump_memory_history():
+    profiler = run.phases.profiler
+    if profiler is not None and (snapshot := profiler.dump_memory_history()):
         reason += f"; all allocations: {snapshot} (https://pytorch.org/memory_viz)"
     console.say(f"rank {run.world.rank}: {reason} (exit code {exit_codes.FAILED})")
     run.watch.record_exit(exit_codes.FAILED, reason)

@@ -15,7 +15,6 @@ from torch import Tensor
 from dtmega import families
 from dtmega.data.loader import eval_batches
 from dtmega.data.objectives.sums import divisors, loss_of, means_of
-from dtmega.ops import fixed_point
 from dtmega.training.metrics import several
 from dtmega.training.step import Run, count, signalled, to
 
@@ -73,7 +72,7 @@ def mean_losses(run: Run, split: str) -> dict[str, float] | None:
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
     if run.model.exact is not None:
-        totals = fixed_point.exact_or_infinite(totals)
+        totals = run.model.exact.exact_or_infinite(totals)
     return means_of(objective.sums, totals, divisors(counts))
 
 

@@ -20,23 +20,24 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from dtmega import rooms
 from dtmega.config import Config, RunEnd
 from dtmega.files import atomic
 from dtmega.files.console import counted
-from dtmega.models.routing import Loads
 from dtmega.ops import cost
 from dtmega.ops.cost import Piece
 from dtmega.training import device_peaks
 from dtmega.training.device_peaks import PeakMemory
 from dtmega.training.records.lines import StepLines, keep_until
-from dtmega.training.records.loads import NAME, LoadsFile
-from dtmega.training.records.trackers import ABANDON_S, CLOSE_S, Trackers
+
+if TYPE_CHECKING:
+    from dtmega.models.routing import Loads
 
 Item = TypeVar("Item")
 
@@ -94,7 +95,8 @@ class Metrics:
         self._loads = None
         if not config.eval.only:
             keep_until(path, start_step, evaluates=validates_first or start_step >= self._total_steps)
-            self._loads = LoadsFile(run_dir / NAME, loads or Loads(), start_step, self.message)
+            if loads is not None:
+                self._loads = rooms.expert_loads().LoadsFile(run_dir, loads, start_step, self.message)
         self._file = StepLines(path, self.message)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
@@ -116,7 +118,7 @@ class Metrics:
         self._newest = start_step
         self._trackers = None
         if config.log.trackers and not config.eval.only:
-            self._trackers = Trackers(config, new=start_step == 0)
+            self._trackers = rooms.trackers().Trackers(config, new=start_step == 0)
         self._bar = None
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
@@ -302,12 +304,12 @@ class Metrics:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
         if self._trackers:
-            self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
+            self._trackers.close(self._newest >= self._total_steps)
 
     def abandon(self) -> None:
-        """Close the trackers within ABANDON_S, before the watchdog ends this process. Any thread may call it."""
+        """Close the trackers, before the watchdog ends this process. Any thread may call this method."""
         if self.write and self._trackers:
-            self._trackers.close(False, ABANDON_S)
+            self._trackers.abandon()
 
     def _record(self, step: int, **values: Any) -> str:
         """Write a line to metrics.jsonl, and send its numbers to TensorBoard and the trackers.

@@ -8,7 +8,7 @@
     fsdp       shard each tp rank's parameters over the fsdp ranks; FSDP's hooks stay outside the compiled blocks
     memory     allocate only this rank's shard; the parameter values are loaded or drawn later
 
-Nothing in this file depends on a model family: families.py defines how each model is built and sharded. Before
+Nothing in this file depends on a model family: its record (`families/`) tells how a model is built and sharded. Before
 anything starts, `checks.py` refuses combinations that cannot work.
 """
 

@@ -15,14 +15,16 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dtmega.distributed.watchdog import Watch
 from dtmega.ops import ranges
 from dtmega.ops.cpu.thread_time import ThreadTime
-from dtmega.training.profile import Profiler
+
+if TYPE_CHECKING:
+    from dtmega.training.profile import Profiler
 
 DATA = "data"
 COMPUTING = "forward+backward"
@@ -52,7 +54,7 @@ class StepTimes(NamedTuple):
 
 
 class Phases:
-    """Timer of a run's phases on this rank, which also reports each phase to the watchdog and the profiler.
+    """Timer of a run's phases on this rank, which also reports each phase to the watchdog and to a profiler.
 
     On a CPU, a phase ends when its last operation returns. A GPU runs an operation after the host has queued it, so
     on a GPU, phases are timed by events on the device. These events are read at the end of a step, when the host waits
@@ -60,17 +62,18 @@ class Phases:
 
     Args:
         watch: watchdog of this rank.
-        profiler: profiler of this rank.
         device: device on which this rank computes.
         step: number of steps that the run has done.
 
     Attributes:
         name: name of the current phase.
+        profiler: profiler of this rank; None until a profile is wanted.
     """
 
-    def __init__(self, watch: Watch, profiler: Profiler, device: torch.device, step: int) -> None:
+    def __init__(self, watch: Watch, device: torch.device, step: int) -> None:
         self.name = "start"
-        self._watch, self._profiler, self._device, self._step = watch, profiler, device, step
+        self.profiler: Profiler | None = None
+        self._watch, self._device, self._step = watch, device, step
         self._began = time.perf_counter()  # start of the current phase, on the host's clock
         # (name, start) of each phase of the current step; None between two steps.
         self._marks: list[tuple[str, float | torch.cuda.Event]] | None = None
@@ -79,22 +82,14 @@ class Phases:
         self._step_range: AbstractContextManager[object] = nullcontext()
         self._phase_range: AbstractContextManager[object] = nullcontext()
 
-    def request_profile(self, n_steps: int) -> None:
-        """Profile the next `n_steps` steps, if `[profile] ranks` contains this rank."""
-        self._profiler.request(self._step + 1, n_steps)
-
-    def dump_memory_history(self) -> str:
-        """Write the recorded allocations of a GPU (`Profiler.dump_memory_history`)."""
-        return self._profiler.dump_memory_history()
-
     def begin_step(self, step: int) -> None:
         """Begin a step with its first phase, the wait for data."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
-        if self._profiler.due(step):
+        if self.profiler is not None and self.profiler.due(step):
             # Writing a trace can take long. This heartbeat tells the watchdog that this rank is writing a profile.
             self._watch.beat(step, "profile")
-            self._profiler.switch(step)
+            self.profiler.switch(step)
         self._step_range = ranges.named(f"step {step}")
         self._step_range.__enter__()
         self._step = step
@@ -121,7 +116,8 @@ class Phases:
         other_s = 0.0
         for (name, began), (_, ended) in itertools.pairwise(marks):
             seconds = _seconds_between(began, ended)
-            self._profiler.add(name, seconds)
+            if self.profiler is not None:
+                self.profiler.add(name, seconds)
             if name in KEYS:
                 phases[KEYS[name]] += seconds
             else:
@@ -132,8 +128,7 @@ class Phases:
             # On a GPU, the host's busy time does not show when the device waits for other ranks. The whole time of
             # forward and backward, including the device's waits, therefore counts as this rank's own time.
             own_s = phases["data_s"] + phases["forward_backward_s"] + phases["optimizer_s"]
-        self._profiler.end_of_phase(self.name)
-        self._phase_range.__exit__(None, None, None)
+        self._leave_phase()
         self._marks = None
         self._begin_phase("report")
         return StepTimes(sum(phases.values()), phases, own_s)
@@ -142,7 +137,8 @@ class Phases:
         """End the last phase. If a profile is still being recorded, write it."""
         self._end_phase()
         self._step_range.__exit__(None, None, None)
-        self._profiler.close(self._step)
+        if self.profiler is not None:
+            self.profiler.close(self._step)
         self._thread_time.close()
 
     def _begin_phase(self, name: str) -> None:
@@ -156,9 +152,13 @@ class Phases:
 
     def _end_phase(self) -> None:
         # Within a step, `end_step` adds the times of the phases, because on a GPU the times are not known earlier.
-        if self._marks is None:
-            self._profiler.add(self.name, time.perf_counter() - self._began)
-        self._profiler.end_of_phase(self.name)
+        if self._marks is None and self.profiler is not None:
+            self.profiler.add(self.name, time.perf_counter() - self._began)
+        self._leave_phase()
+
+    def _leave_phase(self) -> None:
+        if self.profiler is not None:
+            self.profiler.end_of_phase(self.name)
         self._phase_range.__exit__(None, None, None)
 
     def _now(self) -> float | torch.cuda.Event:

@@ -31,7 +31,6 @@ from dtmega.training import operator_times
 from dtmega.training.device_peaks import PeakMemory
 
 FOLDER = "profiles"
-REQUEST = "profile-now"
 MAX_REQUESTED = 100  # maximum number of steps that a request may ask for
 N_OPERATORS = 20  # number of operators in a summary
 N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU keeps
@@ -240,27 +239,23 @@ class _Window:
             file.write("\n")
 
 
-def take_request(run_dir: Path, step: int) -> int:
+def take_request(path: Path, step: int) -> int:
     """Take a user's request for a profile from the run directory. Rank 0 calls this function after a step.
 
-    The request is a file `profile-now`. The file is renamed to `profile-taken-00000012`, where 12 is the step that has
-    just ended, so that the request is taken only once.
+    The file is renamed to `profile-taken-00000012`, where 12 is the step that has just ended, so that the request is
+    taken only once.
 
     Args:
-        run_dir: run directory.
+        path: file `profile-now` in the run directory.
         step: number of the step that has just ended.
 
     Returns:
-        The number of steps to profile: the number in the file, or 1 for an empty file; 0 if there is no request.
+        The number of steps to profile: the number in the file, or 1 for an empty file; 0 if the file cannot be taken.
     """
-    path = run_dir / REQUEST
-    # Unlike Path.exists, os.path.exists raises no error if the file system fails for a moment (EIO, ESTALE, EACCES).
-    if not os.path.exists(path):
-        return 0
     try:
         with path.open("rb") as file:
             text = file.read(20).decode("ascii", "replace").strip()
-        path.replace(run_dir / f"profile-taken-{step:08d}")
+        path.replace(path.with_name(f"profile-taken-{step:08d}"))
     # Ignore a file that cannot be renamed, because the file would otherwise start a new profile after every step.
     except OSError:
         return 0

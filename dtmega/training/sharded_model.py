@@ -114,7 +114,7 @@ class ShardedModel:
             in the `loss` group add up to the sums over the global batch.
         """
         factor = 1.0 if scale is None else scale
-        tally = Tally(self.objective.sums, self.world.device, counts, factor, exact=self.exact is not None)
+        tally = Tally(self.objective.sums, self.world.device, counts, factor, self.exact and self.exact.rounded)
         if self.exact is not None:
             self.exact.begin(len(microbatches) * self.world.data_size, factor)
         if scale is not None:
@@ -240,7 +240,7 @@ class ShardedModel:
     @torch.no_grad()
     def forward_only(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
         """Compute this rank's contribution to each sum, without gradients. The caller must `release` the copies."""
-        tally = Tally(self.objective.sums, self.world.device, exact=self.exact is not None)
+        tally = Tally(self.objective.sums, self.world.device, rounded=self.exact and self.exact.rounded)
         with self._shared(microbatches) as parts:
             if self.pipeline is not None:
                 self.pipeline.evaluate(parts, tally)
@@ -303,7 +303,7 @@ class ShardedModel:
         if num_zeros:
             values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
         if params_norm and self.exact is not None:
-            values["params_norm"] = rooms.exact().weights_norm(self.exact, self.counted_once(), group)
+            values["params_norm"] = self.exact.weights_norm(self.counted_once(), group)
         elif params_norm:
             values["params_norm"] = optim.total_norm(self.weights(), device, group)
         return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,15 +33,17 @@ from dtmega.mesh import World
 from dtmega.models.trainable import Elements
 from dtmega.ops import optim
 from dtmega.ops.cost import Piece
-from dtmega.training import choices, exact, history, out_of_memory
+from dtmega.training import choices, history, out_of_memory
 from dtmega.training.checks import check
 from dtmega.training.choices import compiling, with_micro_batch_size, with_params_dtype
 from dtmega.training.metrics import Metrics, describe_run
 from dtmega.training.parallelize import parallelize
 from dtmega.training.phases import Phases
-from dtmega.training.profile import Profiler, check_profile
-from dtmega.training.records import rank_log, trackers
 from dtmega.training.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from dtmega.training.profile import Profiler
+    from dtmega.training.records.rank_log import RankLog
 
 
 class Settings(NamedTuple):
@@ -109,8 +111,10 @@ def read_configuration(
         sizes = mesh.resolve(saved_cfg.mesh, world, "--nproc-per-node" if startup.size == world else "--world")
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
-        check_profile(cfg.profile, device, world)
-        trackers.check(cfg.log.trackers)
+        if cfg.profile != config.Profile():
+            rooms.profile().check_profile(cfg.profile, device, world)
+        if cfg.log.trackers:
+            rooms.trackers().check(cfg.log.trackers)
         pieces = families.pieces_of_run(cfg)
         elements = families.elements(cfg)
         startup.timeout_s = cfg.run.collective_timeout_s()
@@ -119,9 +123,7 @@ def read_configuration(
         step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
         machine: dict[str, Any] = {}
         if cfg.run.exact:
-            from dtmega.training.exact.machine import prepare
-
-            machine = prepare(device)
+            machine = rooms.exact_machine().prepare(device)
             step.must_match |= machine
         # All ranks use rank 0's memory size: devices may differ, but all must choose the same [fsdp] accumulate.
         step.send = device_bytes
@@ -213,15 +215,18 @@ def check_sees_checkpoints(cfg: Config, newest: str) -> None:
 
 def weights_of(model: config.Model) -> Source | None:
     """The weights that a new run starts with; None if initial values come from the seed."""
-    return rooms.stored().weights(model) if model.init_from or model.directory else None
+    return rooms.stored().weights(model) if families.of(model).has_weights(model) else None
 
 
-def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> rank_log.RankLog:
-    """Open this rank's log. From here on, everything that the rank prints is logged."""
+def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog | None:
+    """Open this rank's log, if [log] ranks asks for it. From here on, everything that the rank prints is logged."""
     cfg = settings.cfg
-    folder = Path(cfg.run.dir, rank_log.FOLDER) if cfg.log.ranks == "all" else None
     with startup.step("rank logs"):
-        return closing.enter_context(rank_log.RankLog(folder, startup.rank, settings.sizes, settings.device))
+        if cfg.log.ranks != "all":
+            return None
+        logs = rooms.rank_log()
+        folder = Path(cfg.run.dir, logs.FOLDER)
+        return closing.enter_context(logs.RankLog(folder, startup.rank, settings.sizes, settings.device))
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
@@ -279,8 +284,9 @@ def fill(
             checkpoints.base = rooms.weights_beside().load_beside(model, origin.init, cfg, was, startup.with_heartbeats)
         elif loaded is None:
             model.draw(cfg.run.seed)
-        compiled = compiling(cfg, settings.device)
-        exact.begin(model.exact, cfg, settings.sizes, settings.machine, compiled, loaded and loaded.exact)
+        if model.exact is not None:
+            compiled, was = compiling(cfg, settings.device), loaded and loaded.exact
+            rooms.exact().begin(model.exact, cfg, settings.sizes, settings.machine, compiled, was)
     return checkpoints, loaded
 
 
@@ -355,10 +361,18 @@ def open_metrics(
 
 
 def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
-    """Create this rank's phase timer, which also reports each phase to the watchdog and the profiler."""
+    """Create this rank's phase timer, which also reports each phase to the watchdog and to a profiler."""
     cfg = settings.cfg
-    profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
-    return Phases(watch, profiler, world.device, at.step)
+    phases = Phases(watch, world.device, at.step)
+    if cfg.profile.steps or cfg.profile.memory_history:
+        phases.profiler = open_profiler(cfg, world, metrics)
+    return phases
+
+
+def open_profiler(cfg: Config, world: World, metrics: Metrics) -> Profiler:
+    """Create this rank's profiler, at the start of a run or when a user asks for a profile."""
+    profiler = rooms.profile().Profiler
+    return profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
 
 
 def announcement(
@@ -390,7 +404,7 @@ def announcement(
         lines.append(
             "sums are exact: equal bits on every data layout and pipeline, one thread per process ([run] exact)"
         )
-        lines += exact.not_recorded(loaded and loaded.exact, settings.machine)
+        lines += rooms.exact().not_recorded(loaded and loaded.exact, settings.machine)
     else:
         lines += choices.accumulation_note(settings.saved_cfg, settings.sizes, settings.memory_bytes)
     if not cfg.eval.only:

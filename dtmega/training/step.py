@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,20 @@ from dtmega.distributed import replica_check
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.mesh import World
-from dtmega.ops import fixed_point, host, optim
-from dtmega.ops.loss_scale import LossScale
-from dtmega.ops.optim import Spikes
-from dtmega.training import exact, phases
-from dtmega.training.exact.record import Record, StepDigests, digests_of
+from dtmega.ops import host, optim
+from dtmega.training import phases
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
 from dtmega.training.pace import Pace
 from dtmega.training.phases import Phases
-from dtmega.training.records.rank_log import RankLog
 from dtmega.training.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from dtmega.fsdp.digests import StepDigests
+    from dtmega.ops.optim.spikes import Spikes
+    from dtmega.training.exact.record import Record
+    from dtmega.training.loss_scale import LossScale
+    from dtmega.training.records.rank_log import RankLog
 
 
 class Run(NamedTuple):
@@ -45,18 +48,18 @@ class Run(NamedTuple):
         model: this rank's shard of the model.
         optimizer: optimizer of `model`.
         batches: this rank's share of the training batches, beginning with the next step's batch.
-        spikes: recent losses and gradient norms, used to detect spikes.
         checkpoints: writer of the run's checkpoints.
         metrics: reporter that prints each step's metrics and writes them to files.
         watch: watchdog that receives signals and ends a run that hangs.
         phases: phase timer, which also reports each phase to the watchdog and the profiler.
         health: counters of high losses; too many high losses end the run.
         pace: monitor of the tokens per second, and of each rank's own time.
-        digests: writer of each step's digests, which writes nothing without [run] exact.
-        log: text log of this rank, kept only if [log] ranks is "all".
         exit_status: record of how the run ends.
         digest: digest of the directory from which the model is read; '' if the model is not read from a directory.
         loss_scale: dynamic loss scale for float16; None in other precisions.
+        spikes: detector of spikes; None without [train] skip_spikes.
+        digests: writer of each step's digests; None without [run] exact, and in an evaluation.
+        log: text log of this rank; None unless [log] ranks is "all".
     """
 
     saved_cfg: Config
@@ -66,18 +69,18 @@ class Run(NamedTuple):
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     batches: TrainBatches
-    spikes: Spikes
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
     phases: Phases
     health: Health
     pace: Pace
-    digests: Record
-    log: RankLog
     exit_status: ExitStatus
     digest: str = ""
     loss_scale: LossScale | None = None
+    spikes: Spikes | None = None
+    digests: Record | None = None
+    log: RankLog | None = None
 
 
 class EnterPhase(Protocol):
@@ -102,13 +105,13 @@ class Stepping(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
-    def spikes(self) -> Spikes: ...
-
-    @property
     def phases(self) -> EnterPhase: ...
 
     @property
     def loss_scale(self) -> LossScale | None: ...
+
+    @property
+    def spikes(self) -> Spikes | None: ...
 
 
 class StepResult(NamedTuple):
@@ -153,14 +156,15 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     # The norm counts each element of the model once; clipping scales every copy of an element.
     counted, gradients = model.gradients(), model.gradients(every=True)
-    if scale is not None and model.exact is None:
-        optim.unscale(gradients, scale)
-    # With [run] exact the norm is a sum of integers, computed below.
-    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted if model.exact is None else []))
     beyond_grid: list[str] = []
-    if model.exact is not None:
-        totals = fixed_point.exact_or_infinite(totals)
-        squared_norm = exact.squared_norm(model.exact, model.counted_once(), world.groups["shards"])
+    if model.exact is None:
+        if scale is not None:
+            optim.unscale(gradients, scale)
+        totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
+    else:
+        totals, _ = over_ranks(world, totals, optim.squared_norm([]))
+        totals = model.exact.exact_or_infinite(totals)
+        squared_norm = model.exact.squared_norm(model.counted_once(), world.groups["shards"])
         beyond_grid = model.exact.overflowed
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
@@ -169,9 +173,9 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm) and not beyond_grid
     if run.loss_scale is not None:
         run.loss_scale.update(overflowed)
-    skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
-    if model.exact is not None:
-        model.exact.settle(skip)
+    skip = not (math.isfinite(loss) and math.isfinite(grad_norm))
+    if run.spikes is not None and not skip:
+        skip = run.spikes.is_spike(loss, grad_norm)
     run.phases.enter(phases.OPTIMIZER)
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
@@ -181,7 +185,8 @@ def train_step(run: Stepping, batch: StepBatch) -> StepResult:
     mesh.synchronize(world.device)
     digests = None
     if model.exact is not None:
-        digests = digests_of(model.exact, model.counted_once(), world, len(batch.microbatches))
+        model.exact.settle(skip)
+        digests = model.exact.digests_of_step(model.counted_once(), world, len(batch.microbatches))
     return StepResult(loss, grad_norm, skip, means, scale, overflowed, tuple(beyond_grid), digests)
 
 

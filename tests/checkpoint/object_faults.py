@@ -25,7 +25,7 @@ from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.checkpoint.state import Progress, State
 from dtmega.files import object_requests
-from dtmega.files.object_requests import Unreachable
+from dtmega.files.outages import Unreachable
 from tests.object_server import Request, Server
 from tests.ranks import Forks
 

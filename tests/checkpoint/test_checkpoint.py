@@ -36,10 +36,8 @@ from dtmega.checkpoint.objects import Objects
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.checkpoint.staging import Stager
-from dtmega.checkpoint.state import HealthState, Progress, State
+from dtmega.checkpoint.state import ExactState, HealthState, Progress, ScaleState, State
 from dtmega.checkpoint.tensors import tensors_of
-from dtmega.ops.fixed_point import ExactState
-from dtmega.ops.loss_scale import ScaleState
 
 CPU = torch.device("cpu")
 IDENTITY = {"data": "xxh3 of it", "order": 1, "seed": 1}

@@ -20,7 +20,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.files import object_requests
-from dtmega.files.object_requests import Unreachable
+from dtmega.files.outages import Unreachable
 from tests.checkpoint.object_faults import HASTY, IDENTITY, KEY, ROOT, Writer, at, client, no_fault, saved
 from tests.object_server import Object, Request, Server
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from dtmega.config import Batch, Data
-from dtmega.data import loader
+from dtmega.data import loader, workers
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
+from dtmega.data.lost import DataLost
 from dtmega.data.objectives.next_token import NextTokenRows, document_ids, position_ids
-from dtmega.data.objectives.rows import IGNORED
+from dtmega.data.objectives.rows import IGNORED, Rows
 from dtmega.data.sampling.samples import Samples
 from tests.ranks import forks
 
@@ -203,7 +203,7 @@ def test_a_worker_that_is_killed_is_named(samples, monkeypatch, sending):
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
     if sending:
-        monkeypatch.setattr(batches, "_iterator", map(os.close, [-1]))
+        monkeypatch.setattr(batches._iterator, "_iterator", map(os.close, [-1]))
     expected = rf"data worker with process number {worker.pid} was killed by SIGKILL .*\[data\] num_workers"
     with pytest.raises(DataLost, match=expected) as lost:
         take(batches, 10)  # more than was prefetched
@@ -225,7 +225,7 @@ def test_the_state_is_the_number_of_delivered_samples(samples):
     assert batches.state_dict() == {"samples": 132}
 
 
-class SlowRows:
+class SlowRows(Rows):
     """Each batch takes longer than a trainer should wait."""
 
     def __getitem__(self, indices):
@@ -235,7 +235,7 @@ class SlowRows:
 
 def test_left_to_itself_a_loader_has_a_worker_only_where_a_batch_takes_long(samples, monkeypatch):
     started = []
-    monkeypatch.setattr(loader, "StatefulDataLoader", lambda *_, num_workers, **__: [started.append(num_workers)])
+    monkeypatch.setattr(workers, "StatefulDataLoader", lambda *_, num_workers, **__: [started.append(num_workers)])
     data, batch = Data(seq_len=S), Batch(micro_batch_size=2, global_batch_size=16)
     slow = TrainBatches(SlowRows(), data, batch, 0, 1)
     slow.start()

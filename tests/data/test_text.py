@@ -15,17 +15,16 @@ import pytest
 from dtmega import config
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.state import State
-from dtmega.data import text
+from dtmega.data import default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.record import text_of
-from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
 from dtmega.data.objectives.denoising.masked import MASKED, Masked
 from dtmega.data.objectives.denoising.span_objectives import SEPARATE_SPANS, SPANS
 from dtmega.data.objectives.next_token import NEXT_TOKEN, NextToken
 from dtmega.data.objectives.prefixes import PREFIX
 from dtmega.data.sampling.samples import Samples
 from dtmega.data.text import fingerprint, open_text, repetition_notes
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
 
@@ -375,7 +374,7 @@ def test_a_bert_reads_the_sentences_of_the_default_corpus(tmp_path, monkeypatch)
         asked.append((tokenizer.name, in_sentences))
         return sentences(tmp_path / "text", record=False)
 
-    monkeypatch.setattr(text, "prepare_stdlib", prepared)
+    monkeypatch.setattr(default_corpus, "prepare", prepared)
     assert bert("stdlib").notes == []
     assert asked == [("stdlib-wordpiece", True)]
 

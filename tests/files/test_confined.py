@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dtmega.__main__ import main
 from dtmega.data.tokenizers.chat import Chat, find_template
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
 from dtmega.files import confined

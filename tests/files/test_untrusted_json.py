@@ -23,7 +23,7 @@ from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.manifest import Entry, Manifest, StoredChunk
 from dtmega.cli.convert import to_checkpoint
 from dtmega.config.families.bloom import BloomKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.files import console
 from dtmega.files.console import printable

@@ -25,10 +25,10 @@ from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.ops import fixed_point
 from dtmega.ops.fixed_point import Grid
-from dtmega.ops.loss_scale import LossScale
-from dtmega.ops.optim import Spikes, build_optimizer, set_rates
+from dtmega.ops.optim import build_optimizer, set_rates
 from dtmega.ops.shards import full_tensor
 from dtmega.training.checks import check
+from dtmega.training.loss_scale import LossScale
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import StepResult, train_step
@@ -242,9 +242,9 @@ class Step(NamedTuple):
     world: mesh.World
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    spikes: Spikes
     phases: NoPhases
     loss_scale: LossScale | None
+    spikes: None = None
 
 
 def begun(family: str, layout: Layout) -> Step:
@@ -256,7 +256,7 @@ def begun(family: str, layout: Layout) -> Step:
     optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
     set_rates(optimizer, cfg.optim.lr, 0.1)
     loss_scale = LossScale(cfg.precision) if cfg.precision.params == "float16" else None
-    return Step(cfg, world, model, optimizer, Spikes(0), NoPhases(), loss_scale)
+    return Step(cfg, world, model, optimizer, NoPhases(), loss_scale)
 
 
 def stepped(run: Step, step: int) -> StepResult:

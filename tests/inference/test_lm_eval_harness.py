@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dtmega import config
 from dtmega.__main__ import main as command
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.ops.cross_entropy import IGNORED
 from tests import ranks
 from tests.models.test_bloom_definition import model_of

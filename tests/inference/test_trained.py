@@ -13,7 +13,7 @@ import torch
 from dtmega import config, mesh
 from dtmega.__main__ import main as command
 from dtmega.data.tokenizers.chat import Chat, find_template
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed.agreement import Startup
 from dtmega.inference.trained import check_mesh, inference_config, open_trained

@@ -17,7 +17,6 @@ from dtmega.data.loader import StepBatch
 from dtmega.data.objectives.rows import IGNORED
 from dtmega.models.initial import init_weights
 from dtmega.ops import optim
-from dtmega.ops.optim import Spikes
 from dtmega.training.checks import check
 from dtmega.training.parallelize import parallelize
 from dtmega.training.step import train_step
@@ -139,7 +138,7 @@ def trained(keys: dict[str, Any], frozen: tuple[str, ...]) -> dict[str, Any]:
     model.draw(seed=0)
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
+    run: Any = SimpleNamespace(**parts, spikes=None, watch=Mock(), phases=Mock(), loss_scale=None)
     found: dict[str, Any] = {"steps": [], "tied": {tied.name: tied.stages for tied in model.tied}}
     for step in range(STEPS):
         mine = microbatches(step, world.data_rank, world.data_size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtmega import families
 from dtmega.__main__ import main as command
 from dtmega.config.families.bert import BertKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.models.model import Model
 from dtmega.models.show_masks import filled, masked
 from dtmega.models.show_spans import answered

@@ -23,6 +23,7 @@ from dtmega.ops import attention_rule as R
 from dtmega.ops import context_parallel, keyed, sequence_exchange
 from dtmega.ops.attention import Dropout, attention
 from dtmega.ops.attention_rule import alibi_slopes, attention_rule
+from dtmega.ops.block_mask import block_mask
 from dtmega.ops.context_parallel import ContextParallel, RunRule, SharedRule
 from tests import ranks
 
@@ -237,7 +238,7 @@ def of_rank(
 
 
 def _for_flex(rule: R.AttentionRule) -> R.AttentionRule:
-    return rule._replace(strip=None, block_mask=R.block_mask(rule))
+    return rule._replace(strip=None, block_mask=block_mask(rule))
 
 
 DROPOUT = Dropout(

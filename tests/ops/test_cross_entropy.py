@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtmega.ops import compiled_softmax, head_gradient, softmax
 from dtmega.ops import cross_entropy as room
-from dtmega.ops import head_gradient, softmax
+from dtmega.ops.compiled_softmax import CompiledPasses
 from dtmega.ops.cpu import features
 from dtmega.ops.cross_entropy import linear_cross_entropy
 from dtmega.ops.vocab_loss import vocab_parallel_cross_entropy
@@ -111,7 +112,7 @@ def test_compiled_losses_and_their_gradients_are_those_of_cross_entropy(monkeypa
     weights = torch.linspace(0, 2, 64)
     expected = (truth(F.linear(h, w, bias), labels, **others) * weights).sum() / 3
     expected_grads = torch.autograd.grad(expected, inputs)
-    loss = linear_cross_entropy(h, w, labels, bias=bias, label_weights=weights, compiled=True, **others) / 3
+    loss = linear_cross_entropy(h, w, labels, bias=bias, label_weights=weights, passes=CompiledPasses, **others) / 3
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for ours, whole in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
@@ -122,10 +123,10 @@ def test_chunks_of_any_length_share_the_two_compiled_passes(monkeypatch):
     monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 15})
     traced = CompileCounter()
     compiled = functools.cache(lambda function: torch.compile(function, backend=traced, dynamic=True))
-    monkeypatch.setattr(softmax, "compiled_pass", compiled)
+    monkeypatch.setattr(compiled_softmax, "compiled_pass", compiled)
     for n in (64, 59):
         h, w, labels = case(n, 131, labels_below=100)
-        linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, compiled=True)
+        linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, passes=CompiledPasses)
     assert traced.frame_count == 2
 
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtmega import config, families, mesh
 from dtmega.config.reading import ConfigError
-from dtmega.ops.optim.muon import Cut, adjustment, orthogonalized
+from dtmega.models.model import Fused
+from dtmega.ops.optim.muon import adjustment, orthogonalized
 from dtmega.ops.optim.owners import Owners, divided
 from dtmega.ops.shards import dim_to_cut, local
 from dtmega.training.checks import check
@@ -120,7 +121,7 @@ def test_every_update_is_the_formula_written_out(tmp_path: Path):
             weight = weights[step][name]
 
 
-def matrices_of(**model: Any) -> dict[str, Cut]:
+def matrices_of(**model: Any) -> dict[str, Fused]:
     cfg = config.validate({"model": model, "train": {"steps": 1}}, "test")
     with torch.device("meta"):
         return families.build(cfg).matrices()

@@ -10,7 +10,6 @@ from torch import nn
 
 from dtmega.config import Batch, Config, Optim, Train
 from dtmega.ops.optim import (
-    Spikes,
     build_optimizer,
     check_factors,
     clip_gradients,
@@ -21,6 +20,7 @@ from dtmega.ops.optim import (
     total_norm,
     weight_decay_at,
 )
+from dtmega.ops.optim.spikes import Spikes
 
 
 def megatron(num: int, schedule: str, warmup: float, end: int, peak: float, low: float, tail: int = 0) -> float:
@@ -263,9 +263,8 @@ def test_a_spike_is_six_sigma_above_the_mean_of_loss_or_gradient_norm(n, loss, g
     assert Spikes(6, quiet(n)).is_spike(loss, grad_norm) == spike
 
 
-def test_nothing_is_a_spike_before_half_the_window_or_without_a_bound():
+def test_nothing_is_a_spike_before_half_the_window():
     assert not Spikes(6, quiet(63)).is_spike(100.0, 100.0)
-    assert not Spikes(0, quiet(128)).is_spike(100.0, 100.0)
 
 
 def test_the_window_moves_takes_spikes_and_takes_no_nan():
@@ -276,12 +275,6 @@ def test_the_window_moves_takes_spikes_and_takes_no_nan():
     spikes.is_spike(2.0, 1.0)
     spikes.is_spike(100.0, 1.0)
     assert list(spikes.recent) == [*quiet(128)[2:], (2.0, 1.0), (100.0, 1.0)]
-
-
-def test_without_a_bound_nothing_is_kept():
-    spikes = Spikes(0)
-    spikes.is_spike(2.0, 1.0)
-    assert list(spikes.recent) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])

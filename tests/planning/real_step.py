@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.ops.loss_scale import LossScale
-from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.optim import build_optimizer
 from dtmega.planning.counting.role import Role, plan_role
 from dtmega.training import checks, choices, parallelize, sharded_model
+from dtmega.training.loss_scale import LossScale
 from dtmega.training.step import train_step
 from tests.traffic import KINDS
 
@@ -68,9 +68,9 @@ class Parts(NamedTuple):
     world: mesh.World
     model: sharded_model.ShardedModel
     optimizer: torch.optim.Optimizer
-    spikes: Spikes
     phases: Any
     loss_scale: LossScale | None
+    spikes: None = None
 
 
 class _Silent:
@@ -129,7 +129,7 @@ def built(values: dict[str, Any]) -> Parts:
     model.draw(cfg.run.seed)
     optimizer = build_optimizer(model.named_parameters(), cfg.optim, cfg.run.exact, model.matrices)
     loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
-    return Parts(cfg, world, model, optimizer, Spikes(0), _Silent(), loss_scale)
+    return Parts(cfg, world, model, optimizer, _Silent(), loss_scale)
 
 
 def measured(values: dict[str, Any]) -> Measured:

@@ -17,11 +17,15 @@ PAPER = {
 }
 
 
+def layers_in_flight(layers: int, p: int, v: int) -> float:
+    """The layers whose activations the first rank of a 1F1B pipeline keeps (arXiv:2205.05198, section 4.2.3)."""
+    return layers * (1 + (p - 1) / (p * v)) if v > 1 else float(layers)
+
+
 @pytest.mark.parametrize("model", PAPER)
 def test_activations_are_those_of_korthikantis_figure(model: str):
     (layers, h, a, b, p, v), everything, selective = PAPER[model]
-    # Section 4.2.3: with v > 1 stages per rank the first rank keeps more layers than L / p of p microbatches.
-    in_flight = layers * (1 + (p - 1) / (p * v)) if v > 1 else layers
+    in_flight = layers_in_flight(layers, p, v)
     kept = formulas.activation_bytes_per_layer(2048, b, h, a, t=8) * in_flight / GIB
     assert kept == pytest.approx(everything, rel=1e-3)
     kept = formulas.activation_bytes_per_layer(2048, b, h, a, 8, sequence_parallel=True, recompute="selective")

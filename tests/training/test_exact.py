@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from dtmega import config, mesh
+from dtmega.checkpoint.state import ExactState
 from dtmega.config.reading import ConfigError
 from dtmega.fsdp import exact as exact_sums
 from dtmega.fsdp.exact import ExactSums, Groups, StageSums
 from dtmega.fsdp.slots import Slot
-from dtmega.ops.fixed_point import ExactState, Grid
+from dtmega.ops.fixed_point import Grid
 from dtmega.training import exact
 from dtmega.training.checks import check
 

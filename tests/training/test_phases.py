@@ -47,7 +47,7 @@ def watch() -> Mock:
 
 @pytest.fixture
 def run(clock: Clock, watch: Mock) -> Phases:
-    return Phases(watch, Mock(**{"due.return_value": False}), CPU, 0)
+    return Phases(watch, CPU, 0)
 
 
 def test_own_time_is_the_wait_for_data_and_the_work_after_it_but_no_wait_for_others(run: Phases, clock: Clock):
@@ -150,7 +150,7 @@ def test_the_phases_of_a_gpu_are_told_by_its_events(monkeypatch: pytest.MonkeyPa
             return other.at_ms - self.at_ms
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    run = Phases(watch, Mock(**{"due.return_value": False}), torch.device("cuda"), 0)
+    run = Phases(watch, torch.device("cuda"), 0)
     run.begin_step(1)
     for name in ("counts", phases.COMPUTING, phases.REDUCE, phases.OPTIMIZER):
         time.sleep(0.01)

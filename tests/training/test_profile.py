@@ -12,12 +12,14 @@ import os
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dtmega import train
 from dtmega.config import keys as sections
 from dtmega.training.device_peaks import PeakMemory
 from dtmega.training.profile import Profiler, take_request
@@ -102,8 +104,10 @@ def test_a_file_system_that_fails_for_a_moment_asks_for_no_profile(tmp_path, mon
     def fails(*args: object, **keywords: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
+    (tmp_path / "profile-now").touch()
     monkeypatch.setattr(os, "stat", fails)
-    assert take_request(tmp_path, 1) == 0
+    run: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
+    assert not train.sees(run, tmp_path / "profile-now")
 
 
 def test_each_chosen_rank_and_no_other_leaves_one_trace(runs: dict[str, Path]):
@@ -233,12 +237,12 @@ def test_a_peak_is_that_of_the_phase_and_the_one_since_the_start_is_not_lost(tmp
 def test_a_request_is_taken_once_renamed_and_its_number_is_bounded(tmp_path: Path):
     def request(text: str) -> int:
         (tmp_path / "profile-now").write_text(text)
-        return take_request(tmp_path, 7)
+        return take_request(tmp_path / "profile-now", 7)
 
-    assert take_request(tmp_path, 6) == 0
+    assert take_request(tmp_path / "profile-now", 6) == 0
     assert request("") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["profile-taken-00000007"]
-    assert take_request(tmp_path, 8) == 0
+    assert take_request(tmp_path / "profile-now", 8) == 0
     assert [request(text) for text in ("3\n", "0", "-4", "x", "9999", "9" * 30)] == [3, 1, 1, 1, 100, 100]
 
 

@@ -15,7 +15,8 @@ from typing import NoReturn
 from dtmega.data.preparing.parts import Part
 from dtmega.data.preparing.text_files import BLANK_LINES
 from dtmega.files import urls
-from dtmega.files.object_requests import check_usable, is_object_store
+from dtmega.files.object_requests import check_usable
+from dtmega.files.urls import is_object_store
 
 
 class Parser(argparse.ArgumentParser):

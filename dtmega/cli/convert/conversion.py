@@ -33,7 +33,7 @@ from dtmega.checkpoint.weights import Merged, is_hf_folder
 from dtmega.cli.convert import card, to_checkpoint
 from dtmega.cli.convert.sources import READERS, ConversionSource
 from dtmega.cli.convert.to_checkpoint import Training
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.distributed.agreement import Startup
 from dtmega.families.family import Family
 from dtmega.interop import stored

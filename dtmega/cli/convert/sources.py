@@ -16,7 +16,7 @@ from dtmega.cli.convert import card, recognise
 from dtmega.cli.convert.card import Row
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.indexed_files.record import END_IDS
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.interop import stored
 from dtmega.interop.formats.sources import Renamed
 from dtmega.interop.hf.files import config_json

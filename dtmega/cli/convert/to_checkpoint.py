@@ -14,8 +14,7 @@ from dtmega.checkpoint.files import Place
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import split_path
 from dtmega.checkpoint.sources import Source
-from dtmega.checkpoint.state import ELSEWHERE, Progress, State
-from dtmega.ops.loss_scale import ScaleState
+from dtmega.checkpoint.state import ELSEWHERE, Progress, ScaleState, State
 
 CONFIG = "config.toml"
 

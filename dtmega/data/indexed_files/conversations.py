@@ -13,6 +13,7 @@ documents are conversations. Without the record, conversations look like documen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +59,7 @@ class Conversations:
 
     def __init__(self, dataset: IndexedDataset) -> None:
         record.check_conversations(dataset, True)
-        made = record.record_of(dataset)
-        assert made is not None
-        assert made.chat is not None
-        self.dataset, self.record = dataset, made.chat
+        self.dataset, self.record = dataset, chat_of(dataset)
         starts = np.asarray(dataset.document_index)
         self._check(starts)
         bounds = dataset.tokens_before(starts)
@@ -116,6 +114,37 @@ class Conversations:
                 f"{path}: expected {self.record.learned} tokens that bear loss, as {self.dataset.prefix}.meta.json "
                 f"says, got {learned}: tokenize the conversations again"
             )
+
+
+def chat_of(dataset: IndexedDataset) -> record.ChatRecord:
+    """The entry `chat` in the record of a data set that has passed `record.check_conversations`."""
+    made = record.record_of(dataset)
+    assert made is not None
+    assert made.chat is not None
+    return made.chat
+
+
+def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
+    """Check that all data sets of conversations have the same template and the same `train_on`.
+
+    Args:
+        datasets: data sets that have passed `record.check_conversations`.
+
+    Raises:
+        ValueError: two data sets differ in template or `train_on`; the message names both data sets.
+    """
+    made: dict[tuple[str, str], str] = {}
+    for dataset in datasets:
+        chat = chat_of(dataset)
+        made.setdefault((chat.template, chat.train_on), dataset.prefix)
+    if len(made) > 1:
+        (template, train_on), (other_template, other_train_on) = list(made)[:2]
+        prefix, other = list(made.values())[:2]
+        raise ValueError(
+            f"{other}.bin: expected conversations in template {template} with --train-on {train_on}, as {prefix}.bin "
+            f"has, got template {other_template} with --train-on {other_train_on}: tokenize both in the same way, or "
+            f"train on one of them ([data] path)"
+        )
 
 
 def sequence_sizes(learns: NDArray[np.bool_]) -> list[int]:

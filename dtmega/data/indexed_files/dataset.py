@@ -10,17 +10,18 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.config.reading import as_list
+from dtmega import rooms
 from dtmega.data.indexed_files.idx_file import read_index
-from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
-from dtmega.files.object_file import ObjectFile
-from dtmega.files.object_requests import is_object_store
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling
+from dtmega.files.urls import is_object_store
+
+if TYPE_CHECKING:
+    from dtmega.data.indexed_files.stored import StoredPair, StoredTokens
 
 CHUNK = 1 << 20  # number of entries checked at a time, to bound the memory needed to open a file
 
@@ -56,22 +57,19 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path, *, by_sequence: bool = False, stored: StoredPair | None = None) -> None:
         self.prefix, self.by_sequence = str(prefix), by_sequence
-        self.stored = StoredPair.open(self.prefix) if stored is None and is_object_store(self.prefix) else stored
-        if self.stored is None:
-            self._load(_map(self.prefix, ".idx"), _map(self.prefix, ".bin"))
-            return
-        index = self.stored.map_index()
-        try:
-            self._load(index, self.stored.bin)
-        except ValueError:
-            # A byte may have changed on its way into this node's cache, so the object is read once more.
-            index = self.stored.map_index(anew=True)
-            try:
-                self._load(index, self.stored.bin)
-            except ValueError as error:
-                raise ValueError(f"{error} (downloaded twice, the last time to {self.stored.index_path})") from None
+        if stored is None and is_object_store(self.prefix):
+            stored = rooms.stored_pairs().StoredPair.open(self.prefix)
+        self.stored = stored
+        self.tokens: NDArray[Any] | StoredTokens
+        if stored is None:
+            index, data = _map(self.prefix, ".idx"), _map(self.prefix, ".bin")
+            self._load(index, data.size)
+            self.tokens = data.view(self.dtype)
+        else:
+            stored.load(self._load)
+            self.tokens = stored.tokens(self.dtype)
 
-    def _load(self, index: NDArray[np.uint8], data: NDArray[np.uint8] | ObjectFile) -> None:
+    def _load(self, index: NDArray[np.uint8], bin_bytes: int) -> None:
         """Set the attributes from the bytes of the .idx, and check them and the size of the .bin.
 
         Raises:
@@ -88,13 +86,11 @@ class IndexedDataset:
         if not self.by_sequence:
             self._check_documents(idx_path)
         n_bytes = self.n_tokens * self.dtype.itemsize
-        if data.size != n_bytes:
+        if bin_bytes != n_bytes:
             raise ValueError(
                 f"{bin_path}: expected {n_bytes} bytes ({self.n_tokens} tokens of {self.dtype}, as {idx_path} says), "
-                f"got {data.size}"
+                f"got {bin_bytes}"
             )
-        is_file = isinstance(data, np.ndarray)
-        self.tokens: NDArray[Any] | StoredTokens = data.view(self.dtype) if is_file else StoredTokens(data, self.dtype)
 
     def _check_sequences(self, path: str) -> int:
         """Check that the sequences fill .bin from its first byte without gaps; return the total token count.
@@ -162,9 +158,9 @@ class IndexedDataset:
 
     def read(self, slices: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
         """Read the tokens of several slices (start, stop) of .bin; an object store receives one batch of requests."""
-        if isinstance(self.tokens, StoredTokens):
-            return self.tokens.read([slice(*where).indices(self.n_tokens)[:2] for where in slices])
-        return [self.tokens[start:stop] for start, stop in slices]
+        if isinstance(self.tokens, np.ndarray):
+            return [self.tokens[start:stop] for start, stop in slices]
+        return self.tokens.read([slice(*where).indices(self.n_tokens)[:2] for where in slices])
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
         """Index in .bin of each document's first token, [d] -> [d].
@@ -225,7 +221,8 @@ def _advice(prefix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
-        return f"several prefixes are a list, [data] path = {as_list(prefix)}, or --data.path '{as_list(prefix)}'"
+        listed = rooms.refusals().as_list(prefix)
+        return f"several prefixes are a list, [data] path = {listed}, or --data.path '{listed}'"
     if os.path.exists(f"{prefix}.bin"):
         return f"{prefix}.bin is there, but useless without its .idx; dtmega tokenize writes both"
     return "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"

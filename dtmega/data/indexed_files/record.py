@@ -18,16 +18,14 @@ Megatron writes no such record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dtmega.config import Data
+from dtmega.data.indexed_files import MAX_RECORD_BYTES
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.stored import MAX_RECORD_BYTES
-from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files.untrusted_json import parse_object, read_object
 
@@ -111,34 +109,6 @@ class Record(BaseModel):
         return f"{self.model_dump_json(exclude_none=True)}\n"
 
 
-def text_of(
-    tokenizer: Tokenizer,
-    writer: IndexedWriter,
-    *,
-    append_eod: bool = False,
-    first_id: int | None = None,
-    sentences: bool = False,
-    part: PartRecord | None = None,
-    chat: ChatRecord | None = None,
-) -> str:
-    """Return the content of PREFIX.meta.json for a writer that has received all documents."""
-    record = Record(
-        tokenizer=tokenizer.name,
-        fingerprint=tokenizer.fingerprint,
-        eod_id=tokenizer.eod_id,
-        append_eod=append_eod,
-        first_id=first_id,
-        sentences=sentences,
-        documents=writer.n_documents,
-        tokens=writer.n_tokens,
-        min_id=writer.min_id,
-        max_id=writer.max_id,
-        part=part,
-        chat=chat,
-    )
-    return record.text()
-
-
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
     """Check that a data set was made with `tokenizer`. Returns False if there is no record to check.
 
@@ -189,37 +159,6 @@ def check_conversations(dataset: IndexedDataset, expected: bool) -> None:
         raise ValueError(
             f"{dataset.prefix}.bin holds conversations, whose prompts bear no loss: expected [data] objective = "
             f'"conversations", or another [data] path'
-        )
-
-
-def chat_of(dataset: IndexedDataset) -> ChatRecord:
-    """The entry `chat` in the record of a data set that has passed `check_conversations`."""
-    record = record_of(dataset)
-    assert record is not None
-    assert record.chat is not None
-    return record.chat
-
-
-def check_same_chat(datasets: Sequence[IndexedDataset]) -> None:
-    """Check that all data sets of conversations have the same template and the same `train_on`.
-
-    Args:
-        datasets: data sets that have passed `check_conversations`.
-
-    Raises:
-        ValueError: two data sets differ in template or `train_on`; the message names both data sets.
-    """
-    made: dict[tuple[str, str], str] = {}
-    for dataset in datasets:
-        chat = chat_of(dataset)
-        made.setdefault((chat.template, chat.train_on), dataset.prefix)
-    if len(made) > 1:
-        (template, train_on), (other_template, other_train_on) = list(made)[:2]
-        prefix, other = list(made.values())[:2]
-        raise ValueError(
-            f"{other}.bin: expected conversations in template {template} with --train-on {train_on}, as {prefix}.bin "
-            f"has, got template {other_template} with --train-on {other_train_on}: tokenize both in the same way, or "
-            f"train on one of them ([data] path)"
         )
 
 

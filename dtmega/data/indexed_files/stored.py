@@ -2,7 +2,7 @@
 
     pair = StoredPair.open("s3://bucket/data/mine")
     pair.map_index()                  # the bytes of the .idx, mapped from this node's cache
-    tokens = StoredTokens(pair.bin, np.dtype("<u2"))
+    tokens = pair.tokens(np.dtype("<u2"))
     tokens[1000:1256]                 # one request
 
 To read many slices in one batch of requests, run the reading code twice:
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,31 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
+from dtmega.data.indexed_files import MAX_RECORD_BYTES
 from dtmega.data.indexed_files.shared_file import SharedFile
+from dtmega.data.lost import DataLost
 from dtmega.files.object_file import Changed, ObjectFile
-from dtmega.files.object_requests import Unreachable, at_start
+from dtmega.files.object_requests import PARALLEL, PART_BYTES
+from dtmega.files.outages import Unreachable, at_start
 
 KEY = "[data] path"
-MAX_RECORD_BYTES = 1 << 16
 
 # Slices that a thread has planned or fetched. The slices are thread-local, so that another thread can read ahead.
 _here = threading.local()
-
-
-class DataLost(OSError):
-    """Raised if tokens that a run needs cannot be read from an object store, or if a data worker has died.
-
-    Attributes:
-        is_temporary: whether the store just did not answer, or the worker was killed, so that the run can continue
-            later. Otherwise, the object has been replaced or deleted since the run began, or the worker has failed.
-    """
-
-    def __init__(self, reason: str, is_temporary: bool) -> None:
-        super().__init__(reason)
-        self.is_temporary = is_temporary
-
-    def __reduce__(self) -> tuple[type[DataLost], tuple[str, bool]]:
-        return DataLost, (str(self), self.is_temporary)
 
 
 class StoredPair(NamedTuple):
@@ -88,6 +74,11 @@ class StoredPair(NamedTuple):
         except (Changed, Unreachable) as error:
             raise at_start(error, f"cannot open {error} ({KEY})") from None
 
+    @property
+    def bytes_at_once(self) -> int:
+        """Number of bytes that PARALLEL requests return."""
+        return PARALLEL * PART_BYTES
+
     def object(self, suffix: str) -> ObjectFile:
         """The object with the suffix ".idx" or ".bin"."""
         return self.idx if suffix == ".idx" else self.bin
@@ -113,6 +104,28 @@ class StoredPair(NamedTuple):
     def index_state(self) -> str:
         """URL, size and version of the .idx; any change may mean a new data set."""
         return f"{self.idx.url} {self.idx.size} {self.idx.version}"
+
+    def load(self, load: Callable[[NDArray[np.uint8], int], None]) -> None:
+        """Pass the bytes of the .idx and the size of the .bin to `load`, which checks them.
+
+        Raises:
+            ValueError: `load` has refused two downloads of the .idx; or one of the errors of `map_index`.
+            Unreachable: the store does not answer.
+        """
+        index = self.map_index()
+        try:
+            load(index, self.bin.size)
+        except ValueError:
+            # A byte may have changed on its way into this node's cache, so the object is read once more.
+            index = self.map_index(anew=True)
+            try:
+                load(index, self.bin.size)
+            except ValueError as error:
+                raise ValueError(f"{error} (downloaded twice, the last time to {self.index_path})") from None
+
+    def tokens(self, dtype: np.dtype[Any]) -> StoredTokens:
+        """The tokens of the .bin."""
+        return StoredTokens(self.bin, dtype)
 
     def map_index(self, anew: bool = False) -> NDArray[np.uint8]:
         """The bytes of the .idx, mapped from this node's cache. One process per node downloads the .idx.

@@ -22,7 +22,9 @@ from uuid import uuid4
 from dtmega.data.indexed_files.pair_files import PairFiles, remove_abandoned
 from dtmega.files.lock import is_held
 from dtmega.files.object_file import ObjectFile
-from dtmega.files.object_requests import PART_BYTES, Unreachable, is_object_store, open_store, put_new, reported
+from dtmega.files.object_requests import PART_BYTES, open_store, put_new, reported
+from dtmega.files.outages import Unreachable
+from dtmega.files.urls import is_object_store
 
 KEY = "--output"
 MAX_PARTS = 9000  # maximum number of parts in an upload; S3 allows 10,000

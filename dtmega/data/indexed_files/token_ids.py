@@ -23,7 +23,6 @@ from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.record import record_of
 from dtmega.files import console
 from dtmega.files.lock import Lock
-from dtmega.files.object_requests import PARALLEL, PART_BYTES
 from dtmega.files.untrusted_json import read_object
 
 BLOCK_TOKENS, N_BLOCKS = 2**15, 64  # size and number of the blocks checked against the record
@@ -116,8 +115,8 @@ def _cached(cache: Path, state: dict[str, object]) -> tuple[int, int] | None:
 
 
 def _n_at_once(dataset: IndexedDataset) -> int:
-    """Number of ids that a scan holds in memory; for an object store, as many ids as PARALLEL requests return."""
-    return CHUNK if dataset.stored is None else PARALLEL * PART_BYTES // dataset.dtype.itemsize
+    """Number of ids that a scan holds in memory; for an object store, as many ids as parallel requests return."""
+    return CHUNK if dataset.stored is None else dataset.stored.bytes_at_once // dataset.dtype.itemsize
 
 
 def _scanned(dataset: IndexedDataset, cache: Path, state: dict[str, object]) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.indexed_files.idx_file import check_integer, index_pieces
+from dtmega.data.indexed_files.record import ChatRecord, PartRecord, Record
 from dtmega.data.indexed_files.spilled_array import SpilledArray
 from dtmega.data.indexed_files.stored_output import local_folder, pair_files
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 
 
 class IndexedWriter:
@@ -21,7 +23,7 @@ class IndexedWriter:
 
         with IndexedWriter(prefix, np.dtype("<u2")) as writer:
             writer.add(tokens)
-            writer.about = record.text_of(...)
+            writer.about = text_of(tokenizer, writer)
 
     Args:
         prefix: path of the files without their suffixes, or a URL such as s3://bucket/data/mine.
@@ -115,3 +117,31 @@ class IndexedWriter:
             self._files.discard()
             self._sizes.close()
             self._ends.close()
+
+
+def text_of(
+    tokenizer: Tokenizer,
+    writer: IndexedWriter,
+    *,
+    append_eod: bool = False,
+    first_id: int | None = None,
+    sentences: bool = False,
+    part: PartRecord | None = None,
+    chat: ChatRecord | None = None,
+) -> str:
+    """Return the content of PREFIX.meta.json for a writer that has received all documents."""
+    record = Record(
+        tokenizer=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        eod_id=tokenizer.eod_id,
+        append_eod=append_eod,
+        first_id=first_id,
+        sentences=sentences,
+        documents=writer.n_documents,
+        tokens=writer.n_tokens,
+        min_id=writer.min_id,
+        max_id=writer.max_id,
+        part=part,
+        chat=chat,
+    )
+    return record.text()

@@ -27,6 +27,7 @@ from dtmega.config import Config
 from dtmega.data.megatron.blend import MegatronBlend
 from dtmega.data.megatron.cache import OrderName
 from dtmega.data.megatron.index import OrderSettings, index_of
+from dtmega.data.objectives.objective import Objective
 from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.sampling.samples import AnySamples
 
@@ -175,6 +176,26 @@ class MegatronSamples:
         return MegatronSamples, (self.settings, self.order_name)
 
 
+def check(cfg: Config, objective: Objective) -> None:
+    """Check that the run can follow the sample order that [data] order names.
+
+    Raises:
+        ValueError: the objective cannot follow the order, or the run's length is given in epochs, although the order
+            depends on the number of samples.
+    """
+    order = cfg.data.order
+    if objective.not_in_megatrons_order:
+        raise ValueError(
+            f"[data] order = '{order}' is only for models that are trained on next tokens, not on "
+            f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
+        )
+    if cfg.train.epochs:
+        raise ValueError(
+            f"[data] order = '{order}' depends on the number of samples, not of epochs: expected epochs=0, got "
+            f"{cfg.train.epochs} ([train] samples, [train] epochs)"
+        )
+
+
 def wanted_samples(cfg: Config) -> dict[str, int]:
     """The number of samples that Megatron requests for "train", "valid" and "test" (`megatron/training.py`).
 
@@ -308,3 +329,14 @@ def digest_of_order(samples: AnySamples) -> str:
         assert isinstance(part, MegatronSamples)
         digest.update(part.indices.digest().encode())
     return digest.hexdigest()
+
+
+def identity(cfg: Config, splits: Splits) -> dict[str, Any]:
+    """The additional entries of `Text.identity` for a run that reads its samples in one of Megatron's orders."""
+    train = splits.samples["train"]
+    assert train is not None
+    return {
+        "[data] order": cfg.data.order,
+        "[data] order_samples": wanted_samples(cfg)["train"],
+        "digest of the order": digest_of_order(train),
+    }

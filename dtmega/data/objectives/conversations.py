@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dtmega.config import Data
-from dtmega.data.indexed_files.conversations import Conversation
+from dtmega.data.indexed_files.conversations import Conversation, chat_of, check_same_chat
 from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.record import END_IDS
 from dtmega.data.objectives.keys import READS
 from dtmega.data.objectives.next_token import NextToken
-from dtmega.data.objectives.rows import IGNORED, blank_rows, numbers
+from dtmega.data.objectives.rows import IGNORED, Rows, blank_rows, numbers
 from dtmega.data.sampling.packs import Packs
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer
@@ -51,7 +54,7 @@ class LearnedTurns(NextToken):
 
 
 @dataclass(frozen=True)
-class ConversationRows:
+class ConversationRows(Rows):
     """Rows of whole conversations, followed by padding. A token has a label if the next token is to be learned.
 
     With [data] pack, additional tensors keep conversations apart:
@@ -92,6 +95,20 @@ class ConversationRows:
             rows["position_ids"] = torch.from_numpy(positions)
             rows["document_ids"] = torch.from_numpy(documents)
         return rows
+
+
+def identity(opened: Sequence[IndexedDataset], trained: Sequence[IndexedDataset]) -> dict[str, Any]:
+    """The additional entries of `Text.identity` for a run that reads conversations.
+
+    Args:
+        opened: all corpora of the run.
+        trained: the corpora of its training data.
+
+    Raises:
+        ValueError: two corpora differ in their template or in the turns that they teach.
+    """
+    check_same_chat(opened)
+    return {END_IDS: sorted({i for dataset in trained for i in chat_of(dataset).end_ids})}
 
 
 CONVERSATIONS = LearnedTurns()

@@ -60,7 +60,7 @@ class NextToken:
 
 
 @dataclass(frozen=True)
-class NextTokenRows:
+class NextTokenRows(Rows):
     """Rows of samples with S + 1 tokens each: the first S tokens are inputs, and the last S tokens are labels.
 
     `[data] reset_attention_mask` adds `document_ids`, and `[data] reset_position_ids` adds

@@ -15,6 +15,7 @@ they can be pickled.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import Protocol
 
 import torch
@@ -24,7 +25,13 @@ IGNORED = -100  # the label of a token without a loss, as in torch's cross_entro
 
 
 class Rows(Protocol):
-    """A mapping from a range of samples to their tensors; it is pickled and sent to worker processes."""
+    """A mapping from a range of samples to their tensors; it is pickled and sent to worker processes.
+
+    Attributes:
+        is_stored: whether the tokens are in an object store, so that a range takes long.
+    """
+
+    is_stored: bool = False
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The tensors listed at the top of this file, with B = len(indices).
@@ -33,6 +40,11 @@ class Rows(Protocol):
         small tensors.
         """
         ...
+
+    def in_turn(self, slices: Iterator[range]) -> Generator[dict[str, Tensor], None, None]:
+        """Make the rows of each range in this process, in order."""
+        for indices in slices:
+            yield self[indices]
 
 
 def blank_rows(n_rows: int, n_tokens: int) -> dict[str, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +15,7 @@ from dtmega.data.sampling.samples import AnySamples
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class StoredRows(Rows):
     """`Rows` that make the samples twice: first to record which tokens the samples need, then from the fetched tokens.
 
     This works because no objective looks at the tokens to decide which tokens of the files a sample needs.
@@ -20,6 +23,7 @@ class StoredRows:
 
     rows: Rows
     samples: AnySamples
+    is_stored = True
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         """The rows of a range of samples.
@@ -32,3 +36,21 @@ class StoredRows:
                 self.samples[g]
         with fetched(plan):
             return self.rows[indices]
+
+    def in_turn(self, slices: Iterator[range]) -> Generator[dict[str, Tensor], None, None]:
+        """Make the rows of each range in this process, in order; a thread reads one range ahead of the caller.
+
+        Raises:
+            DataLost: a store does not answer, or an object has changed.
+        """
+        reader = ThreadPoolExecutor(1, "read-ahead")
+        ahead: deque[Future[dict[str, Tensor]]] = deque()
+        try:
+            for indices in slices:
+                ahead.append(reader.submit(self.__getitem__, indices))
+                if len(ahead) > 1:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)

@@ -6,14 +6,12 @@ labels. So models return sums, and each sum is divided by a count over the whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from dtmega.ops import fixed_point
 
 NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
@@ -44,7 +42,8 @@ class Tally:
         device: device of the totals.
         counts: counts of the global batch, from `divisors`; not needed in an evaluation, which has no backward pass.
         scale: loss scale; the backward pass multiplies all gradients by this factor.
-        exact: whether to round each sum so that the order of addition cannot change any bit of the totals.
+        rounded: function that rounds each sum so that the order of addition cannot change any bit of the totals
+            (`ops/fixed_point.py`); None to add the sums as they are.
 
     Attributes:
         totals: this rank's total of each sum, fp64 [sums]. The totals of all ranks of the `loss` group add up to the
@@ -57,13 +56,13 @@ class Tally:
         device: torch.device,
         counts: Mapping[str, float] = NO_COUNTS,
         scale: float = 1.0,
-        exact: bool = False,
+        rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
         self._sums = sums
         self._counts = counts
         self._scale = scale
-        self._exact = exact
+        self._rounded = rounded
 
     def factors(self) -> dict[str, float]:
         """Derivatives of the scaled loss with respect to the sums, keyed by sum name: `scale * weight / count`."""
@@ -80,7 +79,7 @@ class Tally:
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
         """Add one microbatch's sums, found among a pipeline stage's outputs, to the totals; ignore all other outputs.
 
-        A sum is a scalar, or a tensor of numbers to add up. In an exact run, each of these numbers is rounded.
+        A sum is a scalar, or a tensor of numbers to add up. `rounded` is called with all of them.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -90,7 +89,7 @@ class Tally:
         for i, term in enumerate(self._sums):
             if term.name in outputs:
                 found = outputs[term.name].detach()
-                self.totals[i] += (fixed_point.scalar(found) if self._exact else found).sum()
+                self.totals[i] += (found if self._rounded is None else self._rounded(found)).sum()
                 if term.weight and outputs[term.name].requires_grad:
                     in_loss.append((outputs[term.name], factors[term.name]))
         return in_loss

@@ -20,8 +20,8 @@ from dtmega.data.preparing.messages import messages_of, options_of, tools_of
 from dtmega.data.preparing.text_files import RecordBatch
 from dtmega.data.preparing.workers import Result
 from dtmega.data.tokenizers.chat import Template
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.rendering import ALL
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.confined import Confined
 
 # Causes of a refusal, in addition to the causes in `rendering.py`.

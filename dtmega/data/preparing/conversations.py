@@ -23,16 +23,17 @@ from tqdm import tqdm
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import token_dtype
-from dtmega.data.indexed_files.record import ChatRecord, text_of
+from dtmega.data.indexed_files.record import ChatRecord
 from dtmega.data.indexed_files.stored_output import check_free
-from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
 from dtmega.data.preparing import input_files, text_files
 from dtmega.data.preparing.conversation_worker import NOTHING_TO_LEARN, ChatResult, Job
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import in_order
 from dtmega.data.tokenizers.chat import Template, end_of_document, find_template
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.rendering import ASSISTANT, MARKERS
-from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files import optional_imports
 from dtmega.files.console import counted, quoted
 from dtmega.files.lock import Lock

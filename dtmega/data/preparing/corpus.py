@@ -1,9 +1,8 @@
 """The default corpus: text that ships with every CPython, so that the first run needs no download.
 
 The documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
-standard library. `prepare_stdlib` tokenizes these documents into a `.bin/.idx` pair in the cache directory, once for
-each Python version and vocabulary, and separately as whole documents and as sentences. `prepare_stdlib` may run in
-several processes at once and may be killed at any time.
+standard library. `build` tokenizes these documents into a `.bin/.idx` pair, as whole documents or as sentences, and may
+be killed at any time. `default_corpus.prepare` calls it where the pair is missing.
 """
 
 from __future__ import annotations
@@ -20,17 +19,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dtmega.data import cache_dir
-from dtmega.data.indexed_files.dataset import IndexedDataset, token_dtype
+from dtmega.data.indexed_files.dataset import token_dtype
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import sentences
 from dtmega.data.tokenizers.tokenizer import Tokenizer
-from dtmega.files.lock import Lock
 
-# Increase FORMAT when a code change alters the corpus for an unchanged Python and vocabulary. Increase SENTENCES_FORMAT
-# when a code change alters only the corpus of sentences. Files in an earlier format are no longer read.
-FORMAT = 2
-SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
 DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before a definition
 MIN_CHARS = 200_000  # a library with less text is incomplete
@@ -109,37 +102,12 @@ def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[
     return [document for document in documents if document]
 
 
-def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
-    """Build the tokenised corpus if it is missing or damaged. Returns its prefix.
-
-    Args:
-        tokenizer: tokenizer of the corpus.
-        in_sentences: whether each sequence is one sentence or block (`sentence_documents`). Otherwise, each sequence is
-            a whole document that ends with `eod_id`.
+def build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
+    """Tokenise the corpus into the `.bin/.idx` pair at `prefix`.
 
     Raises:
-        ValueError: this Python lacks the library's sources, or no cache directory is writable.
+        ValueError: this Python lacks the library's sources.
     """
-    version = ".".join(map(str, sys.version_info[:3]))
-    form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
-    prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
-    if not _is_intact(prefix, tokenizer):
-        with Lock(Path(f"{prefix}.lock")):
-            if not _is_intact(prefix, tokenizer):  # another process may have built the corpus in the meantime
-                _build(prefix, tokenizer, in_sentences)
-    return prefix
-
-
-def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
-    """True if the `.bin/.idx` pair exists, is undamaged and not empty, and has the tokenizer's dtype."""
-    try:
-        dataset = IndexedDataset(prefix)
-    except ValueError:
-        return False
-    return len(dataset) > 0 and dataset.dtype == token_dtype(tokenizer.vocab_size)
-
-
-def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
     texts = dict(documents())
     n_chars = sum(map(len, texts.values()))
     if n_chars < MIN_CHARS:

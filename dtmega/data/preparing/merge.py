@@ -26,7 +26,7 @@ from dtmega.data.preparing.copying import join_files
 from dtmega.data.preparing.joined_records import Part, in_order, joined_record
 from dtmega.files.console import counted
 from dtmega.files.object_file import ObjectFile, matching
-from dtmega.files.object_requests import is_object_store
+from dtmega.files.urls import is_object_store
 
 
 def write(args: argparse.Namespace) -> str:

@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dtmega.data.indexed_files.dataset import token_dtype
-from dtmega.data.indexed_files.record import text_of
 from dtmega.data.indexed_files.stored_output import check_free
-from dtmega.data.indexed_files.writer import IndexedWriter
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
 from dtmega.data.preparing import input_files, sentences, text_files
 from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.preparing.parts import share_of
 from dtmega.data.preparing.workers import Result, in_order
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.files.console import counted, quoted
 
 TEXT_KEY = "text"

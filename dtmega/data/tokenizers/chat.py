@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtmega.data.tokenizers.tokenizer import Tokenizer, is_wordpiece
+from dtmega.data.tokenizers.load import is_wordpiece
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.files import optional_imports
 from dtmega.files.confined import Confined
 from dtmega.files.untrusted_json import dangling, read_object

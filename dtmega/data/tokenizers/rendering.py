@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtmega.data.tokenizers import template_input
+from dtmega.data.tokenizers.tokenizer_json import to_json
 
 ALL, ASSISTANT, LAST = "all", "assistant", "last"
 MARKERS, PREFIXES = "markers", "prefixes"
@@ -78,8 +79,6 @@ def read_tokenizer(spec: str, eod: str, template: str | None) -> Any:
     """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    from dtmega.data.tokenizers.tokenizer_json import to_json
 
     if Path(spec).name == "tokenizer.json":
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(Path(spec).parent)

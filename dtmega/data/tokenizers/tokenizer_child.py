@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import os
 from array import array
@@ -22,14 +23,58 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
+from dtmega.data.tokenizers.huggingface import TRIED, from_huggingface
+from dtmega.data.tokenizers.tokenizer import EOD, SEP, Tokenizer, digest, read
 from dtmega.files.confined import Confined
+from dtmega.files.untrusted_json import read_object
 
-MARKS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
-# Texts that this process encodes itself once the trial has encoded them.
-TRIED = tuple(f" {mark} " for mark in MARKS)
+HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", SEP)
 SAMPLE = " [CLS] [SEP] [MASK] [PAD] a aa\tAB, b.\n\n  if x == 10: # é 中文 \U0001f600"
 DECODED = 1000  # number of ids that the trial decodes
 TRIAL = 2  # raise this number when a code change makes the trial try more
+
+
+def load(spec: str) -> Tokenizer:
+    """The tokenizer in a Hugging Face tokenizer.json.
+
+    Raises:
+        ValueError: the file is missing, is malformed, or has no end-of-document token.
+    """
+    content = read(Path(spec))
+    check(spec, digest(content))
+    loaded = tokenizers.Tokenizer.from_buffer(content)
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    eods = [token for token in (*_named_token(Path(spec), "eos_token"), *HF_EODS) if token in vocabulary]
+    if not eods:
+        raise ValueError(
+            f"{spec}: expected an end-of-document token, the eos_token of a tokenizer_config.json beside it or one of "
+            f"{', '.join(HF_EODS)}; found none"
+        )
+    loaded.no_truncation()
+    loaded.no_padding()
+    child = TokenizerChild(spec, content)
+    tokenizer = dataclasses.replace(
+        from_huggingface(spec, loaded, eods[0], digest(content)),
+        encode=lambda text: child.encode_all([text])[0].tolist(),
+        encode_all=child.encode_all,
+        decode=child.decode,
+    )
+    firsts = [vocabulary[token] for token in _named_token(Path(spec), "bos_token") if token in vocabulary]
+    return dataclasses.replace(tokenizer, first_id=next(iter(firsts), None))
+
+
+def _named_token(path: Path, role: str) -> list[str]:
+    """Return a list with the name of a tokenizer's `eos_token` or `bos_token`; [] if no token has this role.
+
+    A tokenizer_config.json next to the tokenizer.json stores the token either as a name, or as an object with the name
+    under `content`.
+    """
+    try:
+        token = read_object(path.with_name("tokenizer_config.json")).get(role)
+    except ValueError:
+        return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
 
 
 class TokenizerChild:

@@ -2,7 +2,7 @@
 
 Two differences remain. dtmega always reads a "<|endoftext|>" or "[MASK]" inside a document as text, but Hugging Face
 turns that text into the special id, unless called with `split_special_tokens=True`. And dtmega's byte-level BPE cuts
-runs of more than 100,000 blanks (`tokenizer.BLANKS`), but Hugging Face does not.
+runs of more than 100,000 blanks (`load.BLANKS`), but Hugging Face does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from dtmega.data.tokenizers import wordpiece
-from dtmega.data.tokenizers.tokenizer import is_wordpiece, load_encoding, load_tokenizer, load_wordpiece
+from dtmega.data.tokenizers.load import is_wordpiece, load_encoding, load_tokenizer
 
 
 def to_json(spec: str) -> str:
@@ -25,7 +25,7 @@ def to_json(spec: str) -> str:
         ValueError: the spec is unknown, its file is missing or malformed, or a download by tiktoken failed.
     """
     if is_wordpiece(spec):
-        return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
+        return wordpiece.tokenizer_json(wordpiece.load_wordpiece(spec)[0])
     if spec.endswith(".json"):
         load_tokenizer(spec)  # loaded only to check the file
         return Path(spec).read_text(encoding="utf-8")

@@ -12,13 +12,41 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from dtmega.data.tokenizers.huggingface import from_huggingface
+from dtmega.data.tokenizers.tokenizer import CLS, MASK, PAD, SEP, Tokenizer, digest, read
+
+STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
 UNKNOWN = "[UNK]"
-PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 REQUIRED = (PAD, UNKNOWN, CLS, SEP, MASK)  # in the order of Google's files
 CONTINUES = "##"
 MAX_WORD_CHARS = 100  # longer words become [UNK]; `max_input_chars_per_word` in google-research/bert, tokenization.py
+
+
+def load(spec: str) -> Tokenizer:
+    """The tokenizer for a spec that names a vocab.txt.
+
+    Raises:
+        ValueError: the file is missing or malformed.
+    """
+    tokenizer, fingerprint = load_wordpiece(spec)
+    return from_huggingface(spec, tokenizer, SEP, fingerprint)
+
+
+def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
+    """The tokenizer and the fingerprint for a spec that names a vocab.txt.
+
+    Raises:
+        ValueError: the file is missing or malformed.
+    """
+    kind, colon, path = spec.partition(":")
+    file = Path(path) if colon else STDLIB_WORDPIECE
+    tokens = parse(file, read(file))
+    lower = kind == "bert"
+    fingerprint = digest(b"lower" if lower else b"cased", "\n".join(tokens).encode())
+    return make_tokenizer(tokens, lower), fingerprint
 
 
 def parse(path: Path, content: bytes) -> list[str]:
@@ -50,7 +78,7 @@ def parse(path: Path, content: bytes) -> list[str]:
     return tokens
 
 
-def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
+def make_tokenizer(tokens: list[str], lower: bool) -> tokenizers.Tokenizer:
     """A tokenizer equal to BERT's, except that no text becomes a special id, not even "[MASK]".
 
     Args:
@@ -58,7 +86,7 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
         lower: whether to lowercase the text and strip its accents, as for the uncased models.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.WordPiece(
             vocabulary,
             unk_token=UNKNOWN,
@@ -72,9 +100,9 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_json(tokenizer: Tokenizer) -> str:
+def tokenizer_json(tokenizer: tokenizers.Tokenizer) -> str:
     """The content of a tokenizer.json that puts [CLS] and [SEP] around each text, as BERT's own file does."""
-    exported = Tokenizer.from_str(tokenizer.to_str())
+    exported = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
     exported.post_processor = processors.TemplateProcessing(
         single=f"{CLS} $A {SEP}",

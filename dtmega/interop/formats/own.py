@@ -42,7 +42,7 @@ class OwnFormats:
             )
         return next((form for form in fitting if kind and form.kind == kind), fitting[0])
 
-    def weights(self, model: config.Model) -> Source | None:
+    def weights(self, model: config.Model) -> Source:
         return self.folder(Path(model.init_from), model)
 
     def folder(self, path: Path, model: config.Model) -> Source:

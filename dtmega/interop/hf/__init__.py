@@ -1,6 +1,6 @@
 """Trains `transformers` models, sharded over ranks; class names, parameter names and file formats do not change.
 
-A run opens this package with `[model] name = "hf"`, so you may skip the package on a first reading.
+Only the table of rooms imports this package, so you may skip the package on a first reading.
 
     families.py      facts about each family, as data
     directory.py     reads the config of a transformers directory, and builds the model
@@ -8,13 +8,14 @@ A run opens this package with `[model] name = "hf"`, so you may skip the package
     model.py         wraps the transformers model for the trainer, whole or as one pipeline stage
     resolve.py       fills in the configuration keys that the directory determines
     files/           reads and writes transformers directories (config.json, safetensors), also for our own models
+    logits.py        head and loss together, without logits of the whole vocabulary
     record.py        the `Family` object, with the methods that the trainer calls; connects model.py with tp/
     tp/              shards a model over tp, and checks that the results do not change; works without the trainer
 
 Read these modules in the order above, then the modules of tp/:
 
     styles.py, packed.py, experts.py, vocab.py    styles (ways to shard one module) that `plans/styles.py` lacks
-    regions.py, dropout.py, ../logits.py          code that runs before, between and after the sharded modules
+    regions.py, dropout.py                        code that runs before, between and after the sharded modules
     plan.py, native.py, generic.py                build a model's style table from families.py, from transformers'
                                                   own plan, or from module names alone
     parallel.py, load.py                          apply the table; load each rank's part of the weights

@@ -50,6 +50,9 @@ class Transformers:
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
         return resolve.reread_directory(model, trained)
 
+    def has_weights(self, model: config.Model) -> bool:
+        return bool(model.init_from) or has_weights(model.directory)
+
     def notes(self, model: config.Model) -> list[str]:
         return resolve.notes(model)
 
@@ -80,7 +83,7 @@ class Transformers:
                 f"'{kind}' is not proved to keep every bit on all layouts: expected exact = false, or one of "
                 f"{', '.join(EXACT)} ([run] exact, [model] path)"
             )
-        if not model.init_from and not has_weights(model.directory):
+        if not self.has_weights(model):
             initial_values(model.directory)
         # Find the stored buffers that transformers would round to the parameters' dtype. dtmega keeps stored buffers
         # unchanged.

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtmega.checkpoint.state import ScaleState
 from dtmega.interop.megatron.parts import Part, Shard
 from dtmega.interop.megatron.ranks import Rank
 from dtmega.interop.megatron.saved import SavedFile, Stored, check_apart, entries
 from dtmega.interop.torch_files.inert import PickledObject, of_type
-from dtmega.ops.loss_scale import ScaleState
 
 # A model's modules, in order. The head's copy of the embedding comes before the `lm_head` of BERT and T5.
 SECTIONS = ("embedding.", "encoder.", "decoder.", "pooler.", "word_embeddings_for_head.", "lm_head.", "binary_head.")

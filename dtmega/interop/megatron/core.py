@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtmega.checkpoint.sources import Source
+from dtmega.checkpoint.state import ScaleState
 from dtmega.files.untrusted_json import read_object
 from dtmega.interop.formats.rules import Assembly, RowRun
 from dtmega.interop.formats.sources import Translated
@@ -28,7 +29,6 @@ from dtmega.interop.megatron.ranks import arguments, iteration_of
 from dtmega.interop.megatron.saved import SavedFile, entries
 from dtmega.interop.torch_files.dcp import DCPFolder
 from dtmega.interop.torch_files.inert import of_type
-from dtmega.ops.loss_scale import ScaleState
 
 METADATA = "metadata.json"
 COMMON = "common.pt"

@@ -1,6 +1,6 @@
 """megatron-core's `Format`s for GPT and Llama: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron-core"]`. The formats use the names of a distributed checkpoint
+The records in interop/formats/ list these formats as "megatron-core". They use the names of a distributed checkpoint
 with one entry per layer; `core.py` splits stacked tensors into such entries, and `write_core.py` stacks the entries.
 Row order does not depend on the layout of the run that saved the checkpoint: the QKV is [groups, (the group's q heads,
 k, v), K], and in the first matrix of a gated feed-forward, all gate rows precede all value rows. A LayerNorm is named

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 from dtmega import config
 from dtmega.checkpoint.sources import Source
-from dtmega.checkpoint.state import START, Progress
+from dtmega.checkpoint.state import START, Progress, ScaleState
 from dtmega.interop.megatron import adam, core, deepspeed, names, ranks, zero
 from dtmega.interop.megatron.parts import Master, Part, Shard, WholeTensors, drift_note, drifted_copies
 from dtmega.interop.megatron.saved import entries
-from dtmega.ops.loss_scale import ScaleState
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 ITERATION = re.compile(r"iter_\d{7,}|release|global_step\d+")

@@ -1,7 +1,7 @@
 """Megatron's `Format` for each model family: tensor names, and how a run's arguments map to [model] keys.
 
-families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given as its
-name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
+The records in interop/formats/ list these formats as "megatron". Arguments are plain values; an enum member is given as
+its name. Older versions and forks lack some of the arguments, so each argument has a default here. Source:
 `megatron/arguments.py` in Megatron-LM's versions from 2019 to 2022, and in BigScience's Megatron-DeepSpeed.
 """
 

@@ -21,4 +21,3 @@ from dtmega.ops.optim.rates import notes_on_warmup as notes_on_warmup
 from dtmega.ops.optim.rates import rate_at as rate_at
 from dtmega.ops.optim.rates import set_rates as set_rates
 from dtmega.ops.optim.rates import weight_decay_at as weight_decay_at
-from dtmega.ops.optim.spikes import Spikes as Spikes

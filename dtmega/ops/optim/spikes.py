@@ -12,8 +12,7 @@ class Spikes:
     """Detector of steps whose loss or gradient norm is far above recent values (OLMo-core's `SkipStepOptimizer`).
 
     Args:
-        sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
-            0 turns detection off.
+        sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike.
         recent: (loss, gradient norm) pairs of the last steps, as checkpoints store them.
     """
 
@@ -28,11 +27,11 @@ class Spikes:
         The first WINDOW / 2 steps never count as spikes, because too few earlier steps exist.
         """
         is_spike = False
-        if self.sigmas and len(self.recent) >= self.WINDOW // 2:
+        if len(self.recent) >= self.WINDOW // 2:
             losses, norms = zip(*self.recent, strict=True)
             for value, before in ((loss, losses), (grad_norm, norms)):
                 is_spike |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
         # A single non-finite value would make the means of the next WINDOW steps useless.
-        if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
+        if math.isfinite(loss) and math.isfinite(grad_norm):
             self.recent.append((loss, grad_norm))
         return is_spike

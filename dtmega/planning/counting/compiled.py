@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from dtmega.ops.softmax import compiled_pass
+from dtmega.ops.compiled_softmax import compiled_pass
 from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.counting.recording import Recording
 from dtmega.planning.counting.tapes import Argument, Tape, kind_of

@@ -22,14 +22,14 @@ from dtmega.data.objectives.rows import IGNORED
 from dtmega.fsdp.masters import Masters
 from dtmega.mesh import World
 from dtmega.ops import ranges
-from dtmega.ops.loss_scale import LossScale
-from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.optim import build_optimizer
 from dtmega.ops.shards import local
 from dtmega.planning.counting import compiled, kernels, masks
 from dtmega.planning.counting.fake_device import FakeDevice, on_fake_device
 from dtmega.planning.counting.ledger import Span
 from dtmega.planning.counting.recorder import Recorder
 from dtmega.planning.work import Work
+from dtmega.training.loss_scale import LossScale
 from dtmega.training.parallelize import parallelize
 from dtmega.training.sharded_model import ShardedModel
 from dtmega.training.step import train_step
@@ -80,9 +80,9 @@ class _Step(NamedTuple):
     world: World
     model: ShardedModel
     optimizer: torch.optim.Optimizer
-    spikes: Spikes
     phases: Recorder
     loss_scale: LossScale | None
+    spikes: None = None
 
 
 def plan_role(
@@ -134,7 +134,7 @@ def plan_role(
         for stage in model.stages.values():
             recorder.watch_blocks(stage, stage.blocks())
         loss_scale = LossScale(cfg.precision, None) if cfg.precision.params == "float16" else None
-        step = _Step(cfg, world, model, optimizer, Spikes(0), recorder, loss_scale)
+        step = _Step(cfg, world, model, optimizer, recorder, loss_scale)
         # Find the elements that affect no output (`Model.unseen`) now, because this needs values, but a step's tensors
         # have no values.
         _ = model.unseen_elements

@@ -270,6 +270,8 @@ class Layouts:
 
     def _refused_exact(self, layout: Layout) -> str:
         """The reason for which [run] exact refuses the layout; '' if the layout is accepted."""
+        if not self.cfg.run.exact:
+            return ""
         key = "exact", layout.tp, layout.pp, layout.ep
         return self._refused(key, lambda: exact.check(with_layout(self.cfg, layout), layout.sizes, self.device))
 

@@ -11,22 +11,18 @@ arithmetic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dtmega import config, families
+from dtmega.checkpoint.state import ExactState
 from dtmega.fsdp.exact import ExactSums, Groups, StageSums
 from dtmega.mesh import World
 from dtmega.models.model import Model
-from dtmega.ops import fixed_point
-from dtmega.ops.fixed_point import ExactState
-from dtmega.ops.shards import local
 
 DEVICES = ("cpu",)
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
@@ -38,15 +34,13 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """Refuse settings that are not proved to give identical bits on all layouts.
 
     Args:
-        cfg: configuration of the run.
+        cfg: configuration of a run with [run] exact.
         sizes: resolved size of each mesh axis.
         device: device on which the rank computes.
 
     Raises:
         ValueError: the configuration combines [run] exact with a setting that is not proved.
     """
-    if not cfg.run.exact:
-        return
     # Each row: the configured value, the allowed values, the key, and the reason.
     rows: list[tuple[Any, tuple[Any, ...], str, str]] = [
         (cfg.model.name, proved(cfg, "eager"), "[model] name", "other families are not proved"),
@@ -110,26 +104,6 @@ def sums(world: World, whole: Model, stages: Mapping[int, Model], partial: Mappi
         further = stage.ties, stage.read_by_layers
         found.of_stage[number] = StageSums(stage, stage.full_name, *further, partial[number], found)
     return found
-
-
-def squared_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
-    """The square of the gradient's norm; infinity if the step failed and therefore has no gradient.
-
-    Args:
-        sums: gradients of the step, added up as fixed-point integers.
-        counted: parameter name -> this rank's shard of the parameter. Each element is on only one rank of the group.
-        group: process group of the ranks that together hold the model once.
-    """
-    if not sums.succeeded:
-        return math.inf
-    parts = {name: local(p.grad) for name, p in counted.items() if p.grad is not None}
-    return fixed_point.squared_norm(parts, sums.sizes, group)
-
-
-def weights_norm(sums: ExactSums, counted: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> float:
-    """The norm of all weights. The arguments are the same as for `squared_norm`."""
-    parts = {name: local(parameter.detach()) for name, parameter in counted.items()}
-    return math.sqrt(fixed_point.squared_norm(parts, sums.sizes, group))
 
 
 def grid_overflow(step: int, names: Sequence[str]) -> str:
@@ -226,7 +200,7 @@ def another_machine_allowed(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def begin(
-    sums: ExactSums | None,
+    sums: ExactSums,
     cfg: config.Config,
     sizes: Mapping[str, int],
     machine: Mapping[str, Any],
@@ -235,10 +209,8 @@ def begin(
 ) -> None:
     """Record the fixed settings of a run, and restore the largest gradients, which determine the fixed-point grids.
 
-    Without [run] exact, do nothing.
-
     Args:
-        sums: object that adds up the run's gradients as fixed-point integers; None without [run] exact.
+        sums: object that adds up the run's gradients as fixed-point integers.
         cfg: configuration of the run, with all open values filled in.
         sizes: resolved size of each mesh axis.
         machine: description of this machine, from `machine.prepare`.
@@ -248,8 +220,6 @@ def begin(
     Raises:
         ValueError: a fixed setting differs from the checkpoint's setting.
     """
-    if sums is None:
-        return
     now = fixed(cfg, sizes, machine, compiled)
     check_fixed(was, now)
     sums.state = ExactState(dict(was.maxima) if was else {}, now)

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from dtmega import mesh
 from dtmega.files import console
 from dtmega.files.console import counted
-from dtmega.training.exact.record import NAME, Record, StepDigests
+from dtmega.fsdp.digests import StepDigests
+from dtmega.training.exact.record import NAME, Record
 from dtmega.training.records.lines import parse_line
 
 Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -121,9 +122,9 @@ class Comparison(Record):
         self._compared: list[int] = []
         self.difference = ""
 
-    def write(self, step: int, found: StepDigests | None) -> None:
+    def write(self, step: int, found: StepDigests) -> None:
         """Compare a replayed step with the recorded step."""
-        if self._recorded is None or found is None or step not in self._recorded.steps:
+        if self._recorded is None or step not in self._recorded.steps:
             return
         self._compared.append(step)
         self.difference = self.difference or self._recorded.difference(step, found)

@@ -26,18 +26,19 @@ LINES = 100  # a line covers at least 1 / LINES of the steps done so far
 
 
 class LoadsFile:
-    """The writer of expert_loads.jsonl. A run without routed experts gets no file.
+    """The writer of expert_loads.jsonl.
 
     Args:
-        path: path of the file. Lines of steps that the run will repeat are removed; a new run sets the old file aside.
+        run_dir: run directory. Lines of steps that the run will repeat are removed from the file; a new run sets the
+            old file aside.
         loads: loads of the run's experts.
         at_step: number of steps done before this start.
         say: function that prints a warning.
     """
 
-    def __init__(self, path: Path, loads: Loads, at_step: int, say: Callable[[str], object]) -> None:
-        keep_until(path, at_step)
-        self._path, self._loads, self._say = path, loads, say
+    def __init__(self, run_dir: Path, loads: Loads, at_step: int, say: Callable[[str], object]) -> None:
+        self._path, self._loads, self._say = run_dir / NAME, loads, say
+        keep_until(self._path, at_step)
         self._lines: StepLines | None = None
         self._first = at_step + 1
         self._newest = at_step

@@ -42,14 +42,14 @@ class RankLog:
     directly to the file descriptor of stderr, so their output is not in the log.
 
     Args:
-        folder: folder for the logs of all ranks. If None, this rank keeps no log, and all methods do nothing.
+        folder: folder for the logs of all ranks.
         rank: index of this rank.
         sizes: size of each axis of the mesh, keyed by name.
         device: device on which this rank computes.
     """
 
-    def __init__(self, folder: Path | None, rank: int, sizes: Mapping[str, int], device: torch.device) -> None:
-        self._path = None if folder is None else folder / f"rank-{rank:05d}.txt"
+    def __init__(self, folder: Path, rank: int, sizes: Mapping[str, int], device: torch.device) -> None:
+        self._path = folder / f"rank-{rank:05d}.txt"
         self._header = _describe_start(rank, sizes, device)
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
@@ -64,8 +64,6 @@ class RankLog:
         Raises:
             ValueError: the file cannot be written.
         """
-        if self._path is None:
-            return self
         try:
             atomic.make_folder(self._path.parent)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -2,7 +2,7 @@
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
-    trackers.close(finished=True, within_s=CLOSE_S)
+    trackers.close(finished=True)
 
 Each tracker has its own thread, which imports the library during the first steps, opens the run, and sends the queued
 rows. If a tracker fails or is slow, one line on stderr reports the problem. Training never waits for a tracker, and
@@ -222,7 +222,7 @@ class Trackers:
         for sink in self._sinks:
             sink.take(row)
 
-    def close(self, finished: bool, within_s: float) -> None:
+    def close(self, finished: bool, within_s: float = CLOSE_S) -> None:
         """Send the queued rows and close the run at each tracker. Any thread may call this method.
 
         Args:
@@ -235,6 +235,10 @@ class Trackers:
         for sink in self._sinks:
             if not sink.joined(deadline):
                 console.say(f"{sink.name} did not close in {within_s:g} s: it may lack the last steps")
+
+    def abandon(self) -> None:
+        """Close before the run has ended, in less time."""
+        self.close(False, ABANDON_S)
 
 
 class Kept:

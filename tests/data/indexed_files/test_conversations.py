@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtmega.data.indexed_files import record
-from dtmega.data.indexed_files.conversations import Conversations, sequence_sizes
+from dtmega.data.indexed_files.conversations import Conversations, check_same_chat, sequence_sizes
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.writer import IndexedWriter
 
@@ -66,7 +65,7 @@ def test_what_is_not_a_conversation_is_not_read_as_one(tmp_path, documents, chan
 
 def test_sets_of_another_template_or_loss_are_refused_together(tmp_path):
     one = write(tmp_path / "one", [["a", "B"]])
-    record.check_same_chat([one, write(tmp_path / "two", [["a", "BCD"]], chat=CHAT | {"learned": 3})])
+    check_same_chat([one, write(tmp_path / "two", [["a", "BCD"]], chat=CHAT | {"learned": 3})])
     for key in ("template", "train_on"):
         with pytest.raises(ValueError, match=r"other.bin: expected conversations in template t with --train-on assist"):
-            record.check_same_chat([one, write(tmp_path / "other", [["a", "B"]], chat=CHAT | {key: "last"})])
+            check_same_chat([one, write(tmp_path / "other", [["a", "B"]], chat=CHAT | {key: "last"})])

@@ -15,19 +15,19 @@ import torch
 
 from dtmega import config, families
 from dtmega.config import Config
-from dtmega.data import cache_dir, loader
+from dtmega.data import cache_dir, workers
 from dtmega.data import text as data_text
 from dtmega.data.indexed_files import token_ids
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.stored import DataLost
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
+from dtmega.data.lost import DataLost
 from dtmega.data.objectives.next_token import NEXT_TOKEN
 from dtmega.data.objectives.stored_rows import StoredRows
 from dtmega.data.text import Text, fingerprint, open_text
 from dtmega.files import object_file, object_requests
-from dtmega.files.object_requests import Unreachable
+from dtmega.files.outages import Unreachable
 from tests.layouts import FAMILIES, FORMS, write_data
 from tests.object_server import BUCKET, Object, Request, Server
 from tests.stored_data import reads, store
@@ -179,7 +179,7 @@ def test_batches_are_those_of_the_disk_also_after_a_rewind(object_store, text):
 
 def test_a_worker_sends_its_error_as_a_value(object_store, text):
     cfg = words(store(object_store, text, "a/text"))
-    answers = loader._Answers(opened(cfg).rows("train"))
+    answers = workers._Answers(opened(cfg).rows("train"))
     fail(object_store, "deleted")()
     error = pickle.loads(pickle.dumps(answers[range(4)]))
     assert isinstance(error, DataLost)

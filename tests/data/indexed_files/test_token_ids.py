@@ -10,10 +10,9 @@ import pytest
 
 from dtmega.data.indexed_files import token_ids
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.indexed_files.record import text_of
 from dtmega.data.indexed_files.token_ids import check_token_ids
-from dtmega.data.indexed_files.writer import IndexedWriter
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.indexed_files.writer import IndexedWriter, text_of
+from dtmega.data.tokenizers.load import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

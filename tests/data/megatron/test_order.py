@@ -21,12 +21,13 @@ from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index
+from dtmega.data.megatron import order
 from dtmega.data.megatron.index import OrderSettings, epochs_of, index_of
 from dtmega.data.megatron.order import FORKS, wanted_samples
 from dtmega.data.objectives import known
 from dtmega.data.objectives.keys import READS
 from dtmega.data.objectives.next_token import NEXT_TOKEN
-from dtmega.data.text import check_order, open_text
+from dtmega.data.text import open_text
 from tests import megatron_order
 from tests.megatron_order import Run
 from tests.resumed import Training, train_all
@@ -406,7 +407,7 @@ def in_order(**train: int) -> config.Config:
 
 def test_an_order_that_depends_on_the_number_of_samples_is_refused_with_epochs():
     with pytest.raises(ValueError, match=r"expected epochs=0, got 2 \(\[train\] samples, \[train\] epochs\)"):
-        check_order(in_order(epochs=2), NEXT_TOKEN)
+        order.check(in_order(epochs=2), NEXT_TOKEN)
 
 
 @pytest.mark.parametrize("objective", [known.objective(name) for name in READS if name != "next-token"])
@@ -414,7 +415,7 @@ def test_an_order_that_depends_on_a_compiled_generator_is_refused_with_that_reas
     with pytest.raises(
         ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|another rule|no record)"
     ):
-        check_order(in_order(steps=1), objective)
+        order.check(in_order(steps=1), objective)
 
 
 @pytest.mark.parametrize(

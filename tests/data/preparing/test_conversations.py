@@ -17,7 +17,7 @@ from dtmega.data.preparing import conversation_worker, conversations
 from dtmega.data.preparing.messages import messages_of, options_of, tools_of
 from dtmega.data.tokenizers import rendering
 from dtmega.data.tokenizers.chat import TURNS_FILE, Template
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
 

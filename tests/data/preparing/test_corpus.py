@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dtmega.data import cache_dir
+from dtmega.data import cache_dir, default_corpus
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.indexed_files.writer import IndexedWriter
 from dtmega.data.preparing import corpus, sentences
-from dtmega.data.tokenizers.tokenizer import STDLIB_8K, load_tokenizer
+from dtmega.data.tokenizers.load import STDLIB_8K, load_tokenizer
 
 ROOT = Path(corpus.__file__).parents[3]
 BYTES = load_tokenizer("bytes")
@@ -117,14 +117,14 @@ def test_the_order_of_documents_stays_what_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(corpus, "_topics", lambda: {"c": "a topic"})
     order = " ".join(name.removesuffix(".py") for name, _ in corpus.documents())
-    assert (order, corpus.FORMAT) == ("e g d b h c pydoc_data/topics/c f a", 2)
+    assert (order, default_corpus.FORMAT) == ("e g d b h c pydoc_data/topics/c f a", 2)
 
 
 def test_a_python_without_library_sources_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ValueError, match=r"python311\.zip, got 0 documents .* \[data\] path"):
-        corpus.prepare_stdlib(BYTES)
+        default_corpus.prepare(BYTES)
     assert not list(cache_dir().glob("*.bin"))
 
 
@@ -133,7 +133,7 @@ def test_a_python_without_library_sources_is_an_error_that_says_what_to_do(tmp_p
 
 def test_each_document_is_its_tokens_and_end_of_document(few):
     tokenizer = load_tokenizer("stdlib-8k")
-    dataset = IndexedDataset(corpus.prepare_stdlib(tokenizer))
+    dataset = IndexedDataset(default_corpus.prepare(tokenizer))
     assert len(dataset) == len(few)
     for i, (_, text) in enumerate(few):
         *ids, last = dataset.get(i).tolist()
@@ -144,7 +144,7 @@ def test_each_document_is_its_tokens_and_end_of_document(few):
 
 def test_in_sentences_a_topic_is_its_sentences_and_a_source_its_blocks_without_ends_of_documents(few):
     pieces = load_tokenizer("stdlib-wordpiece")
-    whole, dataset = (IndexedDataset(corpus.prepare_stdlib(pieces, in_sentences=cut)) for cut in (False, True))
+    whole, dataset = (IndexedDataset(default_corpus.prepare(pieces, in_sentences=cut)) for cut in (False, True))
     assert len(whole) == len(whole.document_index) - 1 == len(few)
     assert {name.startswith("pydoc_data/") for name, _ in few} == {True, False}
     expected = []
@@ -169,16 +169,16 @@ def test_a_source_is_cut_before_definitions_that_follow_two_blocks_and_a_topic_i
 
 
 def test_the_name_tells_python_and_vocabulary(few):
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     version = "{}.{}.{}".format(*sys.version_info)
-    assert Path(prefix) == cache_dir() / f"stdlib-py{version}-{BYTES.fingerprint}-v{corpus.FORMAT}"
+    assert Path(prefix) == cache_dir() / f"stdlib-py{version}-{BYTES.fingerprint}-v{default_corpus.FORMAT}"
 
 
 @pytest.mark.usefixtures("few")
 def test_building_says_so_in_one_line_and_happens_once(capsys):
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     assert capsys.readouterr().err.count("tokenizing 40 documents") == 1
-    assert corpus.prepare_stdlib(dataclasses.replace(BYTES, encode=None)) == prefix
+    assert default_corpus.prepare(dataclasses.replace(BYTES, encode=None)) == prefix
     assert capsys.readouterr() == ("", "")
 
 
@@ -186,38 +186,38 @@ def test_building_says_so_in_one_line_and_happens_once(capsys):
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 @pytest.mark.parametrize("content", [None, b"", b"damaged"])
 def test_a_damaged_pair_is_built_again(suffix, content):
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     path = Path(f"{prefix}.{suffix}")
     whole = path.read_bytes()
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    corpus.prepare_stdlib(BYTES)
+    default_corpus.prepare(BYTES)
     assert path.read_bytes() == whole
 
 
 @pytest.mark.usefixtures("few")
 def test_a_pair_in_another_dtype_or_without_documents_is_built_again():
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     whole = Path(f"{prefix}.bin").read_bytes()
     for dtype, documents in (("int32", [[1, 2]]), ("uint16", [])):
         with IndexedWriter(prefix, np.dtype(dtype)) as writer:
             for document in documents:
                 writer.add(document)
-        corpus.prepare_stdlib(BYTES)
+        default_corpus.prepare(BYTES)
         assert Path(f"{prefix}.bin").read_bytes() == whole
 
 
 @pytest.mark.usefixtures("few")
 def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "[c]"))
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).unlink()
     for name in (prefix, f"{prefix}-other"):
         for kind in ("bin", "lock"):
             Path(f"{name}.{kind}.7-0123abcd.tmp").touch()
-    corpus.prepare_stdlib(BYTES)
+    default_corpus.prepare(BYTES)
     left = [f"{Path(prefix).name}-other.{kind}.7-0123abcd.tmp" for kind in ("bin", "lock")]
     assert sorted(path.name for path in cache_dir().glob("*.tmp")) == left
 
@@ -225,22 +225,22 @@ def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, monkeypatch):
 def test_a_killed_first_run_leaves_nothing_under_the_final_name_and_the_next_one_succeeds(few):
     process = run(
         "import dataclasses, time\n"
-        "from dtmega.data.preparing import corpus\n"
-        "from dtmega.data.tokenizers import tokenizer\n"
-        "loaded, done = tokenizer.load_tokenizer('bytes'), []\n"
+        "from dtmega.data import default_corpus\n"
+        "from dtmega.data.tokenizers import load\n"
+        "loaded, done = load.load_tokenizer('bytes'), []\n"
         "def encode(text):\n"
         "    done.append(text)\n"
         "    if len(done) == 20:\n"
         "        print('half', flush=True)\n"
         "        time.sleep(60)\n"
         "    return loaded.encode(text)\n"
-        "corpus.prepare_stdlib(dataclasses.replace(loaded, encode=encode))\n"
+        "default_corpus.prepare(dataclasses.replace(loaded, encode=encode))\n"
     )
     with process:
         assert process.stdout.readline() == "half\n"
         process.send_signal(signal.SIGKILL)
     assert [p.suffix for p in cache_dir().glob("stdlib-*") if p.suffix != ".lock"] == [".tmp"] * 2
-    prefix = corpus.prepare_stdlib(BYTES)
+    prefix = default_corpus.prepare(BYTES)
     assert len(IndexedDataset(prefix)) == len(few)
     assert not list(cache_dir().glob("*.tmp"))
 
@@ -249,15 +249,17 @@ def test_two_first_runs_at_once_build_once_and_agree():
     code = (
         "import sys\n"
         "from itertools import islice\n"
+        "from dtmega.data import default_corpus\n"
+        "from dtmega.data.indexed_files.dataset import IndexedDataset\n"
         "from dtmega.data.preparing import corpus\n"
-        "from dtmega.data.tokenizers import tokenizer\n"
+        "from dtmega.data.tokenizers import load\n"
         "documents = corpus.documents\n"
         "corpus.documents = lambda: islice(documents(), 40)\n"
-        "loaded = tokenizer.load_tokenizer('bytes')\n"
+        "loaded = load.load_tokenizer('bytes')\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        "prefix = corpus.prepare_stdlib(loaded)\n"
-        "print(prefix, len(corpus.IndexedDataset(prefix)))\n"
+        "prefix = default_corpus.prepare(loaded)\n"
+        "print(prefix, len(IndexedDataset(prefix)))\n"
     )
     with run(code, stdin=subprocess.PIPE) as one, run(code, stdin=subprocess.PIPE) as two:
         for process in (one, two):

@@ -9,7 +9,7 @@ import pytest
 from dtmega.data.objectives.denoising.cut import LONGEST_SENTENCE
 from dtmega.data.preparing import corpus, sentences
 from dtmega.data.preparing.sentences import BLOCKS, PROSE
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 
 WORDPIECE = load_tokenizer("stdlib-wordpiece")
 

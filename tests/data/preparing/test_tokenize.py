@@ -26,8 +26,9 @@ import zstandard
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.preparing import input_files, text_files, tokenize, workers
-from dtmega.data.tokenizers import tokenizer as tokenizer_module
-from dtmega.data.tokenizers.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
+from dtmega.data.tokenizers import load
+from dtmega.data.tokenizers.load import GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
+from dtmega.data.tokenizers.tokenizer import EOD
 from dtmega.distributed import exit_codes
 
 ROOT = Path(tokenize.__file__).parents[3]
@@ -243,7 +244,7 @@ def test_the_ids_of_a_json_may_leave_gaps_and_a_text_gets_nothing_but_its_own(tm
 
 def test_the_fingerprint_is_of_ranks_and_rule(monkeypatch):
     before = load_tokenizer("stdlib-8k").fingerprint
-    monkeypatch.setattr(tokenizer_module, "GPT2_RANKS", 8191)  # now these are cut as GPT-2's are
+    monkeypatch.setattr(load, "GPT2_RANKS", 8191)  # now these are cut as GPT-2's are
     assert load_tokenizer("stdlib-8k").fingerprint != before
 
 

@@ -18,7 +18,7 @@ from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.sampling import packs
 from dtmega.data.sampling.packs import Packs, first_fit
 from dtmega.data.text import Text
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from tests.data.indexed_files.test_conversations import CHAT, write
 
 S = 12

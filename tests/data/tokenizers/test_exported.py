@@ -10,7 +10,7 @@ import tokenizers
 from dtmega.config import Data
 from dtmega.data.objectives.denoising.sentinels import marks
 from dtmega.data.tokenizers.exported import of_documents, of_spans
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 
 TEXT = "def f(x): return x"

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dtmega.data.tokenizers import rendering
 from dtmega.data.tokenizers.chat import TURNS_FILE, find_template
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.rendering import ALL, ASSISTANT, LAST, read_conversations, read_prompts
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 
 TALK = [

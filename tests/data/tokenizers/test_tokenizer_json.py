@@ -10,7 +10,8 @@ import tiktoken
 import tokenizers
 
 from dtmega.data.preparing import corpus
-from dtmega.data.tokenizers.tokenizer import EOD, load_encoding, load_tokenizer
+from dtmega.data.tokenizers.load import load_encoding, load_tokenizer
+from dtmega.data.tokenizers.tokenizer import EOD
 from dtmega.data.tokenizers.tokenizer_json import to_json
 
 # Where the two regular expression engines, or the two orders of merging, could part.

@@ -15,8 +15,9 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from dtmega.data.preparing import corpus
 from dtmega.data.tokenizers import wordpiece
-from dtmega.data.tokenizers.tokenizer import STDLIB_WORDPIECE, load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
+from dtmega.data.tokenizers.wordpiece import STDLIB_WORDPIECE
 
 ROOT = Path(wordpiece.__file__).parents[3]
 SPECIAL = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n"

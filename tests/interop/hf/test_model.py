@@ -16,6 +16,7 @@ from dtmega import families
 from dtmega.config.families.hf import TransformersKeys
 from dtmega.interop.hf.families import KNOWN, LAYER_KEYS
 from dtmega.interop.hf.model import HF, blocks_of, fused_cut
+from dtmega.ops.optim.muon import Cut
 from tests import hf_models
 from tests.hf_models import Case
 
@@ -109,7 +110,8 @@ def fused_parts(model: Any, suffix: str) -> tuple[Any, list[Tensor]]:
     for path, module in block.named_modules():
         name = path.rpartition(".")[2]
         if name in facts.fused and name.endswith(suffix):
-            return module, fused_cut(facts.fused[name], module, facts, model.config).views(module.weight)
+            cut = Cut(*fused_cut(facts.fused[name], module, facts, model.config))
+            return module, cut.views(module.weight)
     raise AssertionError(f"no fused layer ends in {suffix}")
 
 

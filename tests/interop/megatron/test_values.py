@@ -14,15 +14,14 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from dtmega.checkpoint.state import Progress
+from dtmega.checkpoint.state import Progress, ScaleState
 from dtmega.cli.convert import to_checkpoint
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.config.families.bert import BertKeys
 from dtmega.config.families.gpt import GPTKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.interop.megatron import adam, folder, parts, ranks, recipe, vocabulary
 from dtmega.interop.megatron.folder import Contents
-from dtmega.ops.loss_scale import ScaleState
 from tests.interop.megatron.test_folder import Memory, changed, file_of, moments, written, written_bloom
 from tests.megatron_files import Layout
 

@@ -144,10 +144,10 @@ def loads_at(step: int) -> Tensor:
     return torch.tensor([[0, 0, 0], [step, 0, step**2]], dtype=torch.float64)
 
 
-def written(path: Path, at_step: int, last: int, saved: int, skipped: int) -> LoadsFile:
+def written(folder: Path, at_step: int, last: int, saved: int, skipped: int) -> LoadsFile:
     """The steps after at_step; a save after one of them, and one that is skipped."""
     of_run = Loads()
-    file = LoadsFile(path, of_run, at_step, print)
+    file = LoadsFile(folder, of_run, at_step, print)
     for step in range(at_step + 1, last + 1):
         if step != skipped:
             of_run.add(loads_at(step))
@@ -158,9 +158,8 @@ def written(path: Path, at_step: int, last: int, saved: int, skipped: int) -> Lo
 
 
 def test_a_line_covers_a_hundredth_of_the_steps_so_far_and_each_step_is_in_one_line(tmp_path: Path):
-    path = tmp_path / "expert_loads.jsonl"
-    written(path, 0, 900, saved=437, skipped=250).close()  # it goes on from the save
-    written(path, 437, 2000, saved=1600, skipped=0).close()
+    written(tmp_path, 0, 900, saved=437, skipped=250).close()  # it goes on from the save
+    written(tmp_path, 437, 2000, saved=1600, skipped=0).close()
     found = lines_of(tmp_path)
     first = 1
     for line in found:
@@ -178,7 +177,7 @@ def test_a_line_covers_a_hundredth_of_the_steps_so_far_and_each_step_is_in_one_l
 def test_the_counts_of_steps_in_which_the_file_cannot_be_opened_are_in_the_line_after_them(tmp_path: Path, capsys):
     path = tmp_path / "expert_loads.jsonl"
     of_run = Loads()
-    file = LoadsFile(path, of_run, 0, print)
+    file = LoadsFile(tmp_path, of_run, 0, print)
     for step in range(1, 4):
         path.mkdir() if step == 1 else None
         path.rmdir() if step == 3 else None
@@ -187,11 +186,3 @@ def test_the_counts_of_steps_in_which_the_file_cannot_be_opened_are_in_the_line_
     file.close()
     assert lines_of(tmp_path) == [{"first": 1, "step": 3, "loads": {"1": [1 + 2 + 3, 0, 1 + 4 + 9]}}]
     assert capsys.readouterr().out.count("WARNING: expert_loads.jsonl cannot be written: ") == 2
-
-
-def test_a_run_without_experts_has_no_file(tmp_path: Path):
-    file = LoadsFile(tmp_path / "expert_loads.jsonl", Loads(), 0, print)
-    file.after_step(1)
-    file.sync()
-    file.close()
-    assert [*tmp_path.iterdir()] == []

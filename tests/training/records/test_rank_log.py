@@ -129,16 +129,6 @@ def test_what_is_printed_is_logged_between_the_lines_of_the_log_and_neither_afte
     assert (out.getvalue(), err.getvalue()) == ("one 1\nfivesix\n", "four\n")
 
 
-def test_a_log_of_no_folder_leaves_the_streams_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = sys.stdout, sys.stderr
-    with RankLog(None, 0, ONE, CPU) as log:
-        assert (sys.stdout, sys.stderr) == before
-        log.line("a line")
-        log.write_stacks()
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_what_would_steer_a_terminal_is_escaped_and_other_scripts_are_not(tmp_path):
     with streams(), log_of(tmp_path) as log:
         print("\x1b[2Jred \x07 \u202e caf\u00e9 \u4f60 \udcff")

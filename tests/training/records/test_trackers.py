@@ -22,7 +22,7 @@ from dtmega import config
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.watchdog import Watch
 from dtmega.ops import cost
-from dtmega.training import device_peaks, metrics
+from dtmega.training import device_peaks
 from dtmega.training.metrics import Metrics
 from dtmega.training.records import trackers
 
@@ -195,7 +195,7 @@ def test_a_run_that_is_ended_from_outside_its_main_thread_is_closed_and_waits_fo
 ):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", Recorder)
-    monkeypatch.setattr(metrics, "ABANDON_S", 0.2)
+    monkeypatch.setattr(trackers, "ABANDON_S", 0.2)
     codes: list[int] = []
     monkeypatch.setattr(process, "leave", codes.append)
     abandoned(tmp_path, "wandb", "mlflow", wait_for=lambda: bool(Hanging.runs))
@@ -298,7 +298,7 @@ def test_a_run_that_the_watch_ends_is_whole_at_wandb_and_at_mlflow(tmp_path: Pat
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(metrics, "ABANDON_S", 60.0)  # both are imported first
+    monkeypatch.setattr(trackers, "ABANDON_S", 60.0)  # both are imported first
     monkeypatch.setattr(process, "leave", lambda code: None)
     abandoned(tmp_path, "wandb", "mlflow")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

@@ -15,7 +15,7 @@ from dtmega.data.objectives.denoising.masking import Vocabulary, hide
 from dtmega.data.objectives.denoising.pairs import PairSamples, Specials, lay_out
 from dtmega.data.objectives.keys import READS
 from dtmega.data.objectives.objective import labelled
-from dtmega.data.objectives.rows import IGNORED, blank_rows, numbers
+from dtmega.data.objectives.rows import IGNORED, Rows, blank_rows, numbers
 from dtmega.data.objectives.sums import Sum
 from dtmega.data.sampling.samples import AnySamples
 from dtmega.data.tokenizers.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class MaskedRows:
+class MaskedRows(Rows):
     """Rows of masked segment pairs, with the hidden tokens as labels. Additional tensors:
 
     token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, 0 elsewhere

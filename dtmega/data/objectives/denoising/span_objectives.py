@@ -104,7 +104,7 @@ def _span_counts(data: Data) -> SpanCounts:
 
 
 @dataclass(frozen=True)
-class SpanRows:
+class SpanRows(Rows):
     """Rows of texts with hidden spans, with the decoder's targets as labels, [B, T]. Additional tensors:
 
     decoder_tokens        int64 [B, T]  input of the decoder
@@ -124,7 +124,7 @@ class SpanRows:
 
 
 @dataclass(frozen=True)
-class SeparateRows:
+class SeparateRows(Rows):
     """Rows of texts with hidden n-grams: like `SpanRows`, but without an end mark in the encoder's sequence."""
 
     samples: AnySamples

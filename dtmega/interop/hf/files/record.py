@@ -16,7 +16,6 @@ from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.interop.formats.format import Format
 from dtmega.interop.hf.files import export, theirs
 from dtmega.interop.hf.files.peft import CAUSAL_LM, TheirLayer, TheirModel
-from dtmega.interop.hf.files.tensors import has_weights
 from dtmega.interop.hf.files.write import widest
 from dtmega.interop.hf.model import HF
 from dtmega.models.lora import linears
@@ -30,9 +29,7 @@ class TransformersFiles:
     def form(self, model: config.Model, program: str, kind: str = "") -> Format:
         raise ValueError(f"{program} has no model of name = '{model.name}' ([model] name)")
 
-    def weights(self, model: config.Model) -> Source | None:
-        if not model.init_from and not has_weights(model.directory):
-            return None
+    def weights(self, model: config.Model) -> Source:
         key = "init_from" if model.init_from else "path"
         try:
             with torch.device("meta"):

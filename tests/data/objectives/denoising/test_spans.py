@@ -32,7 +32,7 @@ from dtmega.data.objectives.keys import check_keys
 from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.rows import IGNORED, Rows
 from dtmega.data.text import open_text
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
 from dtmega.ops import keyed

@@ -18,7 +18,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.cli.convert import to_checkpoint
 from dtmega.config.families.bloom import BloomKeys
 from dtmega.config.families.hf import TransformersKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed import exit_codes
 from dtmega.interop.hf.files import export as hf_export

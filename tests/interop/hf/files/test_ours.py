@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
 from dtmega.config.families.bloom import BloomKeys
-from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.data.tokenizers.load import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.interop import stored
 from dtmega.interop.formats.bloom import HF

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.state import ScaleState
 from dtmega.models import layers
 from dtmega.ops import optim
 from dtmega.ops.cross_entropy import linear_cross_entropy
-from dtmega.ops.loss_scale import LossScale, ScaleState
 from dtmega.ops.shards import local
 from dtmega.training.checks import check
+from dtmega.training.loss_scale import LossScale
 from dtmega.training.sharded_model import ShardedModel
 from tests import ranks
 from tests.layouts import DEBUG, one_rank, write_sentences, write_text

@@ -14,29 +14,11 @@ update then work as in any other precision.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
-
-from pydantic import Field
-
 from dtmega import config
+from dtmega.checkpoint.state import ScaleState
 
 BACKOFF = 0.5
 GROWTH = 2.0
-
-
-class ScaleState(NamedTuple):
-    """The state of a loss scale, as checkpoints store it.
-
-    Attributes:
-        scale: factor of the loss.
-        growth: number of steps since the last overflow or the last doubling of the scale.
-        hysteresis: number of overflows left until the scale is halved, including the overflow that halves it. At 0,
-            every overflow halves the scale, until a doubling restores the initial number.
-    """
-
-    scale: Annotated[float, Field(gt=0)]
-    growth: Annotated[int, Field(ge=0)]
-    hysteresis: Annotated[int, Field(ge=0)]
 
 
 class LossScale:
@@ -50,11 +32,6 @@ class LossScale:
     def __init__(self, precision: config.Precision, state: ScaleState | None = None) -> None:
         self._precision = precision
         self.state = state or ScaleState(precision.initial_loss_scale, 0, precision.hysteresis)
-
-    @classmethod
-    def of(cls, precision: config.Precision, state: ScaleState | None) -> LossScale | None:
-        """The loss scale of a run; None if the run does not compute in float16. `LossScale` describes the arguments."""
-        return cls(precision, state) if precision.params == "float16" else None
 
     @property
     def scale(self) -> float:
