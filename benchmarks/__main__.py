@@ -9,7 +9,7 @@ Each benchmark runs in a process of its own, with one thread. A row compares dtm
 (transformers, megatron-core), with a lower bound (only the essential part of the work), or with a closed form. Each
 benchmark compares results before it takes times, so that wrong code cannot look fast, and the row states this
 comparison. If a row misses its target ratio (its reach), the report also lists the operators that take most of the
-time, the next cause to address, and earlier attempts (`benchmarks/notes.toml`).
+time. `benchmarks/notes.toml` has the next cause to address, and earlier attempts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-import tomli
 
 from benchmarks import rows
 
@@ -182,7 +180,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> list[str]:
-    """The report in Markdown: the machine, the table, and the reasons why rows fall short."""
+    """The report in Markdown: the machine, the table, and the operators of rows that fall short."""
     about, found = record["machine"], record["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     loads = [row["load"] for row in found]
@@ -194,7 +192,8 @@ def markdown(record: dict[str, Any]) -> list[str]:
         f"{about['python']}, {versions}.",
         f"Measured from {min(dates)} to {max(dates)} UTC, at a load average of {min(loads)} to {max(loads)}"
         + (", some with few rounds." if any(row["quick"] for row in found) else "."),
-        "How it is measured: [docs/speed.md](../docs/speed.md).",
+        "How it is measured: [docs/speed.md](../docs/speed.md). Why rows fall short, and what was tried: "
+        "[notes.toml](notes.toml).",
         "",
         *table(found),
     ]
@@ -220,15 +219,12 @@ def number(x: float) -> str:
 
 
 def shortfalls(found: list[dict[str, Any]]) -> list[str]:
-    """Paragraphs on the rows that fall short: next cause, earlier attempts, and the operators that take most time."""
-    notes = tomli.loads((HERE / "notes.toml").read_text(encoding="utf-8"))
+    """Paragraphs on the rows that fall short: the operators that take most time."""
     lines = []
     for row in found:
         if not row["falls_short"]:
             continue
         lines += ["", f"**{row['name']}**, beside {row['peer']}: {row['ratio']:.3f}, reach {row['reach']:.2f}."]
-        note = notes.get(row["name"], {})
-        lines += [f"{heading.capitalize()}: {note[heading]}" for heading in ("next cause", "tried") if heading in note]
         if row["top"]:
             lines += ["", "```text", *row["top"], "```"]
     return lines

@@ -4,8 +4,8 @@
     sudo python benchmarks/scripts.py --details run.sh        # also the arguments that differ
     sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
 
-The last command writes the table of docs/from-megatron.md. After a header, each line of an index holds a repository, a
-path and a commit, separated by tabs, as `git show COMMIT:PATH` needs them. The script of a line is the file
+The last command writes a table in Markdown. After a header, each line of an index holds a repository, a path and a
+commit, separated by tabs, as `git show COMMIT:PATH` needs them. The script of a line is the file
 FOLDER/OWNER+NAME/PATH. If the index lists a path several times, the file is FOLDER/OWNER+NAME@COMMIT[:12]/PATH.
 
 Bash runs in an empty network namespace, with a root directory of its own and an empty environment. A few text programs
@@ -37,6 +37,15 @@ from dtmega.interop.megatron.launch.translate import translate
 
 TEXT_TOOLS = ("cat", "sed", "dirname", "basename", "seq", "tr", "cut", "head", "tail", "awk", "wc", "expr", "grep")
 TOOLS = (*TEXT_TOOLS, "mkdir", "touch", "bash", "sh")
+LEGEND = """\
+# Launch scripts, as bash and as `from-megatron` read them
+
+The flags and values that `from-megatron` finds were compared with those that bash gives the same script, in an empty
+environment. *right*: they are the same, and the last column has what the translation leaves open. *refused*: with the
+reason. *not comparable*: bash itself runs no command without the machine of the script. The command is
+
+    sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
+"""
 PROGRAMS = ("gpt", "gpt2", "bert", "t5", "vlm", "retro")  # scripts check whether pretrain_*.py exist
 # Bash code that records every command that is not in TOOLS. If such a command would start a shell, the code starts the
 # shell.
@@ -268,6 +277,8 @@ def main() -> None:
         if not args.index:
             print(f"{name}\t{outcome.kind}\t{outcome.remark}", flush=True)
     total = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+    if args.index:
+        print(LEGEND)
     print(f"{len(rows)} scripts: {total}.")
     if args.index:
         print(markdown(rows))

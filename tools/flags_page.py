@@ -47,7 +47,7 @@ the text is not bash, has no command, or depends on a condition that only a runn
 - **DeepSpeed's JSON** is read if the script writes it, or if it lies in the script's folder. It sets the loss scale and
   the limit of the gradient's norm, as DeepSpeed reads them.
 
-Public scripts were compared with bash: [the table](#scripts-that-were-compared).
+Of 142 public scripts, 123 give the flags and values that bash gives them; `benchmarks/scripts.md` lists all.
 
 ## Checkpoints
 
@@ -165,26 +165,12 @@ all flags that begin like it.
 """
 
 
-SCRIPTS = """
-## Scripts that were compared
-
-The flags and values that `from-megatron` finds were compared with those that bash gives the same script, in an empty
-environment. *right*: they are the same, and the last column has what the translation leaves open. *refused*: with the
-reason. *not comparable*: bash itself runs no command without the machine of the script. The command is
-
-    sudo python benchmarks/scripts.py --index scripts.tsv --folder scripts > benchmarks/scripts.md
-
-"""
-OUTCOMES = Path(__file__).resolve().parent.parent / "benchmarks" / "scripts.md"
-
-
 def page() -> str:
     """The text of the page."""
     parts = [OPENING]
     for title, flags in FLAGS.items():
         rows = ["| flag | default | key | default here | remark |", "| --- | --- | --- | --- | --- |"]
         parts.append("\n".join([f"\n## {title}\n", *rows, *map(_row, flags)]) + "\n")
-    parts += [SCRIPTS, OUTCOMES.read_text(encoding="utf-8")]
     return "".join(parts)
 
 

@@ -65,10 +65,10 @@ def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDA
     return places[np.append(True, bucket[1:] != bucket[:-1])]
 
 
-def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int]:
+def running_mean(series: Series) -> tuple[Series, int]:
     """The running mean of a series, and the number of steps in the window of each mean.
 
-    The mean at a step covers the window that ends at this step. At most `points` means are returned, evenly spaced
+    The mean at a step covers the window that ends at this step. At most MEAN_POINTS means are returned, evenly spaced
     over the steps. If the window would have fewer than two steps, the returned series is empty.
     """
     steps, values = series
@@ -76,7 +76,7 @@ def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int
     if window < 2:
         return Series(steps[:0], values[:0]), window
     sums = np.cumsum(np.append(0.0, values))
-    ends = np.unique(np.linspace(window, steps.size, min(points, steps.size - window + 1)).astype(np.int64))
+    ends = np.unique(np.linspace(window, steps.size, min(MEAN_POINTS, steps.size - window + 1)).astype(np.int64))
     return Series(steps[ends - 1], (sums[ends] - sums[ends - window]) / window), window
 
 

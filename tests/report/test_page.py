@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from dtmega import __main__ as dtmega
 from dtmega import config, train
+from dtmega.cli.commands.report import default_output as page_file
 from dtmega.distributed import exit_codes
 from dtmega.report import curves, layout, markup, page, record, run, scores
 from dtmega.report.record import Series
-from dtmega.report.write import default_output as page_file
 from dtmega.training import history
 from tests.test_train import arguments
 

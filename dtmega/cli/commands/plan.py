@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtmega.cli.commands.arguments import integer, local_path, number
 from dtmega.distributed import exit_codes
-from dtmega.files import atomic, console
+from dtmega.files import atomic, console, optional_imports
 
 if TYPE_CHECKING:
     from dtmega.config import Config
@@ -152,9 +153,30 @@ def check_files(args: argparse.Namespace) -> None:
     if args.search and args.world is None:
         raise ValueError("--search needs --world N, the number of ranks to lay out")
     if args.page:
-        from dtmega.report.plan_page import check_page
-
         check_page(args.page)
+
+
+def check_page(path: str | Path) -> None:
+    """Check that the page can be written. Call this function before making the plan, which takes a long time.
+
+    Args:
+        path: path of the page.
+
+    Raises:
+        ValueError: the folder does not exist or cannot be written to, the path is a folder, or plotly is not installed.
+    """
+    path = Path(path)
+    optional_imports.check("plotly", "report", "--page")
+    folder = path.parent
+    reason = ""
+    if not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif path.is_dir():
+        reason = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"{folder} cannot be written to"
+    if reason:
+        raise ValueError(f"cannot write the page to {path}: {reason}, expected a file in an existing folder (--page)")
 
 
 def check_folder(option: str, path: str) -> None:

@@ -7,11 +7,16 @@ dtmega report runs/bloom runs/faster --output both.html
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtmega.cli.commands.arguments import local_path, path
 from dtmega.cli.commands.used import check_is_folder
 from dtmega.distributed import exit_codes
+from dtmega.files import optional_imports
+
+MAX_NAME_BYTES = 200  # file names may have 255 bytes, and the temporary file has a longer name than the page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    optional_imports.check("plotly", "report", "the page")
     from dtmega.report import write
 
     for run in args.runs:
         check_is_folder(run)
-    output = Path(args.output) if args.output else write.default_output(args.runs)
+    output = Path(args.output) if args.output else default_output(args.runs)
     write.write(args.runs, output)
     print(output)
     return exit_codes.DONE
+
+
+def default_output(directories: Sequence[str]) -> Path:
+    """The default path of the page.
+
+    For one run, the page is report.html in the run directory. For several runs, the page is report-with-OTHERS.html in
+    the directory of the first run.
+    """
+    first, *others = directories
+    name = "-".join(Path(other).resolve().name for other in others)
+    name = f"report-with-{name}.html" if others else "report.html"
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        name = f"report-with-{len(others)}-others.html"
+    return Path(first, name)

@@ -1,6 +1,6 @@
 """Expert parallelism (ep) for transformers' mixtures; transformers' own code computes the experts on each rank.
 
-`plans/expert_parallel.py` divides the experts over ranks and sends each rank the rows (one per token and expert) that
+`ops/expert_parallel.py` divides the experts over ranks and sends each rank the rows (one per token and expert) that
 its experts work on. transformers' code multiplies each expert's result by the token's routing weight. Under ep,
 transformers' code receives only weights of 1, and each rank then multiplies the results for its own tokens by the true
 weights.

@@ -35,10 +35,10 @@ def activation_bytes_per_layer(
     return inputs * (whole + (34 - whole + core) / t)
 
 
-def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int = 12) -> float:
+def zero_bytes(parameters: float, n_ranks: int, stage: int) -> float:
     """The bytes of weights, gradients and optimizer states on one rank, with 16-bit weights and gradients.
 
-    Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 2 + 2 + K bytes for each parameter, with K = 12 for Adam
+    Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes for each parameter, the 12 for Adam
     (32-bit weights and two moments). Stage 1 shards the optimizer states, stage 2 also the gradients, and stage 3 also
     the weights.
 
@@ -46,7 +46,6 @@ def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int
         parameters: number of parameters on the rank, after division by tensor and pipeline parallelism.
         n_ranks: number of ranks that share the states.
         stage: ZeRO stage, from 0 to 3.
-        optimizer_bytes: bytes of optimizer states for each parameter, K.
 
     Raises:
         ValueError: the stage is not in the range 0 to 3.
@@ -55,7 +54,7 @@ def zero_bytes(parameters: float, n_ranks: int, stage: int, optimizer_bytes: int
         raise ValueError(f"stage={stage}, expected 0 to 3: ZeRO's stages of sharding (planning.formulas.zero_bytes)")
     weights = 2 / n_ranks if stage >= 3 else 2
     gradients = 2 / n_ranks if stage >= 2 else 2
-    states = optimizer_bytes / n_ranks if stage >= 1 else optimizer_bytes
+    states = 12 / n_ranks if stage >= 1 else 12
     return parameters * (weights + gradients + states)
 
 

@@ -5,6 +5,6 @@ draws the classes with plotly, `wire.py` adds up the messages, and `duration.py`
 step.
 """
 
-from dtmega.report.plan_page.write import check_page, write_plan_page
+from dtmega.report.plan_page.write import write_plan_page
 
-__all__ = ["check_page", "write_plan_page"]
+__all__ = ["write_plan_page"]

@@ -1,37 +1,16 @@
-"""Write the page about a plan: `dtmega plan --page FILE.html`."""
+"""Write the page about a plan: `dtmega plan --page FILE.html`. This module needs plotly."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from dtmega.files import atomic, optional_imports
+from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
+
+from dtmega.files import atomic
 from dtmega.planning.plan import Plan
 from dtmega.planning.prices.budget import Budget
 from dtmega.planning.prices.step_time import StepTime
-
-
-def check_page(path: str | Path) -> None:
-    """Check that the page can be written. Call this function before making the plan, which takes a long time.
-
-    Args:
-        path: path of the page.
-
-    Raises:
-        ValueError: the folder does not exist or cannot be written to, the path is a folder, or plotly is not installed.
-    """
-    path = Path(path)
-    optional_imports.check("plotly", "report", "--page")
-    folder = path.parent
-    reason = ""
-    if not folder.is_dir():
-        reason = f"{folder} is not a folder"
-    elif path.is_dir():
-        reason = "it is a folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"{folder} cannot be written to"
-    if reason:
-        raise ValueError(f"cannot write the page to {path}: {reason}, expected a file in an existing folder (--page)")
+from dtmega.report.plan_page import page
 
 
 def write_plan_page(
@@ -58,14 +37,8 @@ def write_plan_page(
         budget: predicted cost of the whole run; None if no number of tokens was given.
 
     Raises:
-        ValueError: the page cannot be written, or plotly is not installed.
+        ValueError: the page cannot be written.
     """
-    check_page(path)
-    # Optional libraries, and the modules that need these libraries, are imported only after the check above.
-    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
-
-    from dtmega.report.plan_page import page
-
     limits = page.Limits(memory_bytes, reserve_bytes)
     try:
         with atomic.replaced(Path(path)) as file:

@@ -40,18 +40,15 @@ class Control(Shell):
 
         return self.either(self.condition(node, children[1:then]), lambda: self.block(body), otherwise)
 
-    def either(
-        self, condition: Condition, first: Callable[[], Flow], second: Callable[[], Flow], held: bool | None = None
-    ) -> Flow:
-        """Follow one of two branches, or both if the condition's value is not known.
+    def either(self, condition: Condition, first: Callable[[], Flow], second: Callable[[], Flow]) -> Flow:
+        """Follow one of two branches, by the last command's status, or both if it is not known.
 
         Args:
             condition: description of the condition, for messages.
             first: function that follows the branch for a true condition.
             second: function that follows the branch for a false condition.
-            held: value of the condition; if None, the last command's status is used.
         """
-        value = self.scope.status if held is None else held
+        value = self.scope.status
         if value is not None:
             return first() if value else second()
         start = self.scope
