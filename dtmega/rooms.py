@@ -656,3 +656,10 @@ def starting():
     from dtmega.checkpoint import starting
 
     return starting
+
+
+def staging():
+    """Copies of tensors that a thread writes: [checkpoint] mode = "async"."""
+    from dtmega.checkpoint import staging
+
+    return staging

@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config
+from dtmega import config, rooms
 from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import finished, name, root_of, state_of
-from dtmega.checkpoint.staging import Stager
 from dtmega.checkpoint.state import Base, State
 from dtmega.checkpoint.tensor_files import Failed
 from dtmega.checkpoint.tensors import targets_of
@@ -83,7 +82,7 @@ class Checkpoints:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._stager = Stager() if cfg.checkpoint.mode == "async" else None
+        self._stager = rooms.staging().Stager() if cfg.checkpoint.mode == "async" else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
         self._attempt = ""  # id of the save in progress; only rank 0's id is used

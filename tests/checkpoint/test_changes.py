@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dtmega import config, train
-from dtmega.checkpoint import changes
+from dtmega.checkpoint import changes, resume
 from dtmega.config import Batch, Config, Optim, Train
 from tests import keys
 from tests.kept_runs import CUT, KEPT, SMALL, STEPS, flags, write_text
@@ -30,6 +30,15 @@ def test_another_value_of_a_key_is_what_the_table_says_and_nothing_else(row: key
     found = {kind: changes.changed(then, now, kind) for kind in ("free", "printed", "refused")}
     expected = [changes.Change(row.section, row.key, "another", value)]
     assert found == {kind: expected if kind == KINDS[row.resumed] else [] for kind in found}
+
+
+def test_a_run_with_the_configuration_that_its_checkpoint_stores_has_no_changes_to_look_for():
+    now = config.load(["--config", str(SMALL), "--precision.params", "auto"])
+    then = json.loads(json.dumps(now.model_dump()))
+    then["precision"]["params"] = "float32"  # what `auto` became
+    assert resume.is_unchanged(then, now)
+    then["run"]["seed"] += 1
+    assert not resume.is_unchanged(then, now)
 
 
 def named(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
