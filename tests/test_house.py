@@ -1,4 +1,4 @@
-"""Rules of the tree that `lint-imports` cannot hold, and the reading list of docs/reading.md."""
+"""Rules of the tree that `lint-imports` cannot hold."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "dtmega"
-READING = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
-
-# Rooms that a first reader of the core may skip.
-ANNEXES = ("dtmega.interop", "dtmega.cli.convert")
-
-
 TABLE = "dtmega.rooms"  # the imports that only a key of the configuration asks for
 
 
@@ -126,18 +119,6 @@ def test_the_tests_of_a_module_lie_where_the_module_lies():
     folders = {path.parent.relative_to("dtmega") for path in tracked("dtmega/*.py")} | {Path("launch")}
     astray = [path for path in tracked("tests/**/test_*.py") if path.parent.relative_to("tests") not in folders]
     assert astray == []
-
-
-def core() -> list[Path]:
-    """The files that docs/reading.md names, in its order."""
-    table = [line for line in READING.splitlines() if line.startswith("| ")]
-    return [PACKAGE / name for line in table for name in re.findall(r"`([\w/]+\.py)`", line)]
-
-
-def test_the_core_can_be_read_without_the_annexes():
-    files = {str(file.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__") for file in core()}
-    needing = {module for module in files if any(in_room(target, *ANNEXES) for target in imports()[module])}
-    assert needing == {"dtmega.families", "dtmega.families.built_in", "dtmega.training.start"}
 
 
 def test_the_names_that_plans_lends_are_those_of_the_room_for_transformers():
