@@ -115,10 +115,10 @@ def test_uniform_recomputes_all_layers_and_keeps_the_input_of_each_unit_only():
 
 def test_units_of_layers_are_refused_for_a_model_that_runs_its_layers_otherwise(monkeypatch):
     cfg = config.Config(train=config.Train(steps=1), recompute=config.Recompute(mode="full", layers=2))
-    families.of(cfg.model).check(cfg, {"tp": 1, "cp": 1})
+    families.of(cfg.model).check(cfg, {"pp": 1, "tp": 1, "cp": 1})
     monkeypatch.setattr(Bloom, "runs_layers", HF.runs_layers)  # as a model of transformers
     with pytest.raises(ValueError, match="name='bloom' runs its layers in a way of its own: expected layers=1"):
-        families.of(cfg.model).check(cfg, {"tp": 1, "cp": 1})
+        families.of(cfg.model).check(cfg, {"pp": 1, "tp": 1, "cp": 1})
 
 
 def test_a_recompute_of_nothing_in_units_is_refused():
