@@ -422,7 +422,7 @@ def exact():
 
 
 def exact_machine():
-    """What decides the bits of products on this machine: [run] exact."""
+    """Description of the machine, on which the bits of products depend: [run] exact."""
     from dtmega.training.exact import machine
 
     return machine

@@ -286,7 +286,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
 
 
 def is_unchanged(then: Mapping[str, Mapping[str, Any]], now: config.Config) -> bool:
-    """True if no key differs from the configuration in a checkpoint, or only [precision] params, which is left open."""
+    """True if the configuration is that of a checkpoint. [precision] params = "auto" counts as equal to any dtype."""
     values = now.model_dump()
     if now.precision.params == "auto":
         values["precision"]["params"] = then.get("precision", {}).get("params")

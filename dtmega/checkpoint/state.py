@@ -86,7 +86,7 @@ class ScaleState(NamedTuple):
 
 
 class ExactState(NamedTuple):
-    """What a run with [run] exact goes on with (`training/exact`).
+    """The state of a run with [run] exact, from which it resumes (`training/exact`).
 
     Attributes:
         maxima: tensor name -> largest magnitude in any microbatch's gradient, in the last step that was not skipped.

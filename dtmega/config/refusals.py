@@ -1,4 +1,4 @@
-"""What is said of a wrong configuration: which file or option has the value, what was expected, and what to write.
+"""Error messages for an invalid configuration: the file or option with the value, the expected value, and a hint.
 
 `reading.py` opens this file when it has refused something.
 """

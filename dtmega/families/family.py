@@ -1,7 +1,7 @@
-"""What training asks of a model family, and what all families share.
+"""The interface of a model family for training (`Family`), and the checks that all families share.
 
-Each family has a record that answers: one file of this folder, or of someone's own (docs/adding-a-model.md). What files
-of other programs ask of a family is asked elsewhere (`interop/stored.py`).
+Each family has a record that implements the interface, in a file of this folder or outside of dtmega
+(docs/adding-a-model.md). The interface for files of other programs is `interop.stored.Stored`.
 """
 
 from __future__ import annotations

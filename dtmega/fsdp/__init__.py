@@ -1,4 +1,4 @@
-"""Data parallelism: weights of which ranks hold shards, or that they compute with in another dtype.
+"""Data parallelism: sharded weights, master weights in float32, and sums of gradients over ranks.
 
 - `wrapped.py` shards weights over ranks with FSDP2; `sends.py` has FSDP2's messages on CPUs
 - `masters.py` casts weights that one rank holds as a whole

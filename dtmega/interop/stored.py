@@ -1,11 +1,11 @@
-"""What files of other programs ask of a model family: how these programs name, store and describe its models.
+"""The interface of a model family for files of other programs, which name, store and describe models their own way.
 
     weights(cfg.model)                                what a new run starts with
     of(model).as_stored("megatron", source, model)    a model in the format of another program
 
-Only [model] init_from, `name = "hf"`, `convert`, `inspect` and exports ask this; what training asks of a family is
-`families.Family`. Each family has a record, in a file of its own that is opened when its name is asked for: in formats/
-for dtmega's own models, whose formats are data, and in hf/files/ for those of transformers.
+Only [model] init_from, `name = "hf"`, `convert`, `inspect` and exports use this interface. The interface for training
+is `families.Family`. Each family has a record, in a file of its own that is opened when its name is asked for: in
+formats/ for dtmega's own models, whose formats are data, and in hf/files/ for those of transformers.
 """
 
 from __future__ import annotations

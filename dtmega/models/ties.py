@@ -1,4 +1,4 @@
-"""The names of a model's parameters, of which a tied one has several."""
+"""Tied parameters: one parameter of a model under several names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a pipeline schedule requires of a run, and how it runs backward. `pipeline.py` runs it."""
+"""Requirements of pipeline schedules: checks before a run, microbatch counts, and a backward pass in two parts.
+
+`pipeline.py` runs a schedule.
+"""
 
 from __future__ import annotations
 

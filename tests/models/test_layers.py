@@ -140,7 +140,7 @@ def test_a_gated_model_is_no_directory_of_transformers():
     for family, keys in (("bloom", {}), ("gpt", {}), ("bert", {})):
         model = config.model_section({"name": family, "glu": "geglu", **keys}, "here")
         with pytest.raises(ValueError, match="no gated feed-forward: expected glu='none', got 'geglu'"):
-            stored.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
+            stored.of(model).export(None, Path("nowhere"), model, None)
 
 
 def test_a_compiled_gelu_and_its_gradient_are_the_papers_without_a_hyperbolic_tangent():
